@@ -1,0 +1,37 @@
+#include "control.h"
+
+#include <utility>
+
+namespace nvme_resume {
+
+void Control::cancel() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stopping_.store(true, std::memory_order_relaxed);
+  }
+  wake_.notify_all();
+}
+
+void Control::fail(IoError error) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!error_) error_ = std::move(error);
+    stopping_.store(true, std::memory_order_relaxed);
+  }
+  wake_.notify_all();
+}
+
+bool Control::wait_until(Clock::time_point when) {
+  if (when <= Clock::now()) return !stopping();
+  std::unique_lock<std::mutex> lock(mutex_);
+  return !wake_.wait_until(lock, when, [this] { return stopping(); });
+}
+
+void Control::throw_if_stopped() const {
+  if (!stopping()) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (error_) throw *error_;
+  throw Cancelled();
+}
+
+}  // namespace nvme_resume

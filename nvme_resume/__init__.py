@@ -1,0 +1,29 @@
+"""Exact checkpoints for DeepSpeed ZeRO-3 with NVMe offload.
+
+``NvmeResumeEngine.wrap(engine)`` after ``deepspeed.initialize``, or ``install()`` once and
+``"nvme_checkpoint": true`` in the DeepSpeed configuration.  Importing this package patches nothing.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from nvme_resume.errors import NvmeResumeError
+from nvme_resume.version import __version__
+
+if TYPE_CHECKING:
+    from nvme_resume.engine import NvmeResumeEngine
+    from nvme_resume.install import install
+
+__all__ = ["NvmeResumeEngine", "NvmeResumeError", "__version__", "install"]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use: deepspeed and torch take seconds, and the command line answers without them.
+    if name == "NvmeResumeEngine":
+        from nvme_resume.engine import NvmeResumeEngine
+
+        return NvmeResumeEngine
+    if name == "install":
+        from nvme_resume.install import install
+
+        return install
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,72 @@
+"""The ``"nvme_checkpoint"`` section of the DeepSpeed configuration.
+
+``true`` switches the extension on with the defaults below, ``false`` off, an object sets options.  Unknown
+keys are an error that names them.  Why pydantic: DeepSpeed and its users know it already, and its messages
+name the offending key.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from nvme_resume.errors import ConfigError
+
+KEY = "nvme_checkpoint"
+
+
+class Options(BaseModel):
+    """Options of one engine; every field may be set in the ``nvme_checkpoint`` object."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    enabled: bool = Field(True, description="false is the same as leaving the key out")
+    rng: bool = Field(True, description="save and restore random states (python, numpy, torch, accelerator)")
+    verify: Literal["full", "structure"] = Field(
+        "full",
+        description="what a load checks before it touches anything: every byte (on the way, while copying), "
+        "or records and sizes only",
+    )
+    timeout_seconds: float = Field(1800.0, gt=0, description="how long a rank waits for the others")
+    engine: Literal["auto", "threads", "libaio"] = Field("auto", description="how the copier queues its I/O")
+    direct: Literal["auto", "on", "off"] = Field("auto", description="O_DIRECT in the copier")
+    block_mib: int = Field(16, ge=1, le=256, description="size of one copier request in MiB")
+    in_flight: int = Field(4, ge=1, le=64, description="copier requests in flight")
+    bandwidth_limit_mib: float = Field(0.0, ge=0, description="MiB/s the copier may use; 0: no limit")
+
+
+def parse(value: Any) -> Options | None:
+    """Options for the value of the ``nvme_checkpoint`` key; None when the key is absent or says no.
+
+    Raises ConfigError that names the unknown or bad key.
+    """
+    if value is None or value is False:
+        return None
+    if value is True:
+        return Options()
+    if isinstance(value, Options):
+        return value if value.enabled else None
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f'"{KEY}" must be true, false or an object of options',
+            expected="true | false | {...}",
+            found=repr(value),
+            hint=f'write "{KEY}": true in the DeepSpeed configuration',
+        )
+    try:
+        options = Options.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or KEY
+        if first["type"] == "extra_forbidden":
+            message = f'unknown key "{KEY}.{key}"'
+        else:
+            message = f'bad value for "{KEY}.{key}": {first["msg"]}'
+        raise ConfigError(
+            message,
+            expected=f"one of {', '.join(sorted(Options.model_fields))}",
+            found=repr(first.get("input", key)),
+            hint="correct that key in the DeepSpeed configuration",
+        ) from None
+    return options if options.enabled else None

@@ -1,0 +1,363 @@
+"""``NvmeResumeEngine``: the face of the package, a mixin in front of a live DeepSpeed engine's class.
+
+Orders the steps of a save and of a load and speaks to the user; how DeepSpeed works inside is ``zero3``'s
+business, how files become durable is ``storage``'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nvme_resume import config, layout, manifest
+from nvme_resume.config import Options
+from nvme_resume.errors import ConfigError, NoSpaceError, NvmeResumeError
+from nvme_resume.manifest import Manifest, RankEntry, Seal
+from nvme_resume.peers import Peers
+from nvme_resume.storage import catalog, commit, records, transfer
+from nvme_resume.storage import disk as seam
+from nvme_resume.version import __version__
+from nvme_resume.zero3 import adam, capture, quiesce, stock_loader, supported
+from nvme_resume.zero3.restore import Restore, Wanted, restore_rng_of
+from nvme_resume.zero3.source import Checkpoint
+
+log = logging.getLogger("nvme_resume")
+
+_SLACK_BYTES = 64 << 20  # records, model file, filesystem overhead
+
+
+class NvmeResumeEngine(stock_loader.StockOverrides):
+    """A DeepSpeed engine whose checkpoints hold, and bring back, all of its state.
+
+    Never instantiated: ``wrap`` turns a live engine into one.  ``isinstance(engine, DeepSpeedEngine)`` and all
+    signatures stay as they were.
+    """
+
+    if TYPE_CHECKING:
+        # What the mixin uses of the DeepSpeed engine it is mixed into.
+        optimizer: Any
+        global_steps: int
+        config: Any
+
+        def use_node_local_storage(self) -> bool: ...
+        def load_universal_checkpoint(self) -> bool: ...
+
+    _nvme_options: Options
+    _nvme_peers: Peers
+
+    @classmethod
+    def wrap(cls, engine: Any) -> Any:
+        """Return the same engine, now saving and resuming exactly.
+
+        Options come from ``"nvme_checkpoint"`` in the engine's DeepSpeed configuration; without the key the
+        defaults apply, ``false`` leaves the engine as it is.  Repeating is harmless.  Collective: call it on
+        every rank.  Raises ConfigError (bad options, too few swap buffers) or UnsupportedError.
+        """
+        if isinstance(engine, cls):
+            return engine
+        if not supported.is_engine(engine):
+            raise ConfigError(
+                "wrap() takes the engine that deepspeed.initialize returns",
+                expected="DeepSpeedEngine",
+                found=type(engine).__name__,
+                hint="engine, *_ = deepspeed.initialize(...); NvmeResumeEngine.wrap(engine)",
+            )
+        options = config.parse(engine.config.get(config.KEY, True))
+        if options is None:
+            return engine
+        supported.refuse_unsupported(engine)
+        supported.refuse_too_few_buffers(engine)
+        if supported.version() not in supported.TESTED_DEEPSPEED:
+            log.warning(
+                "DeepSpeed %s is not one nvme_resume was tested with (%s)",
+                supported.version(),
+                ", ".join(supported.TESTED_DEEPSPEED),
+            )
+        engine.__dict__["_nvme_options"] = options
+        engine.__dict__["_nvme_peers"] = Peers(options.timeout_seconds)
+        base = type(engine)
+        engine.__class__ = type(f"NvmeResume{base.__name__}", (cls, base), {"__module__": base.__module__})
+        adam.watch(engine)
+        return engine
+
+    # ---- save ----
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | int | None = None,
+        client_state: dict[str, Any] = {},
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """DeepSpeed's ``save_checkpoint``: same arguments, same files, plus all that it loses.
+
+        Collective.  Raises the same NvmeResumeError subclass on every rank when any rank fails; then nothing
+        was published and training may go on.
+        """
+        if not save_dir:
+            raise ConfigError("save_dir must not be empty", found=repr(save_dir))
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        if supported.uses_nvme(self):
+            self._save(Path(save_dir), name, client_state, save_latest, exclude_frozen_parameters)
+            return True
+        super().save_checkpoint(  # type: ignore[misc]
+            save_dir,
+            tag=name,
+            client_state=client_state,
+            save_latest=save_latest,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
+        self._save_hidden_state(Path(save_dir) / name)
+        return True
+
+    def _save(self, save_dir: Path, tag: str, client_state: dict[str, Any], latest: bool, no_frozen: bool) -> None:
+        peers, options = self._nvme_peers, self._nvme_options
+        start = time.monotonic()
+        proposals = peers.run(lambda: self._propose(save_dir, tag), "start of the save")
+        peers.same((str(save_dir), tag), "save folder and tag")
+        checkpoint_id: str = proposals[0]
+        staging = layout.staging(tag, checkpoint_id)
+        folder = save_dir / staging
+        if peers.rank == 0:
+            log.info("saving checkpoint %s to %s", tag, save_dir)
+        stock_loader.before(self)
+        try:
+            sizes = peers.run(
+                lambda: self._write_rank(save_dir, folder, checkpoint_id, tag, client_state, no_frozen), "save"
+            )
+            entries = tuple(
+                RankEntry(rank=r, host=s["host"], record=s["record"], extras=s["extras"]) for r, s in enumerate(sizes)
+            )
+            head = Manifest(
+                checkpoint_id=checkpoint_id,
+                tag=tag,
+                global_steps=self.global_steps,
+                world_size=peers.world_size,
+                created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                versions={
+                    "nvme_resume": __version__,
+                    "deepspeed": supported.version(),
+                    "torch": str(torch.__version__),
+                },
+                settings=capture.settings(self),
+                ranks=entries,
+            )
+            publisher = self._publishes()
+            peers.run(lambda: publisher and bool(commit.publish(save_dir, staging, head, save_latest=latest)), "commit")
+        except BaseException:
+            if self._publishes():
+                commit.discard(save_dir, staging)
+            raise
+        finally:
+            stock_loader.after(self)
+        if peers.rank == 0:
+            total = sum(s["bytes"] for s in sizes)
+            seconds = transfer.elapsed_since(start)
+            log.info("committed %s: %.1f MiB in %.2f s", save_dir / tag, total / (1 << 20), seconds)
+
+    def _publishes(self) -> bool:
+        """One process for each place the checkpoint is written to."""
+        peers = self._nvme_peers
+        return peers.local_rank == 0 if self.use_node_local_storage() else peers.rank == 0
+
+    def _propose(self, save_dir: Path, tag: str) -> str:
+        """Refuse what cannot work before anything is written; rank 0's answer is the checkpoint's id."""
+        if not layout.valid_tag(tag):
+            raise ConfigError("not a usable tag", tag=tag, expected="one plain folder name")
+        quiesce.quiesce(self)
+        quiesce.accumulation(self)
+        seam.current().make_folder(save_dir)
+        if self._publishes():
+            for leftover in catalog.leftovers(save_dir):
+                log.warning("removing %s, left behind by an interrupted save", leftover)
+                seam.current().remove_tree(leftover)
+        return uuid.uuid4().hex[:12]
+
+    def _write_rank(
+        self,
+        save_dir: Path,
+        folder: Path,
+        checkpoint_id: str,
+        tag: str,
+        client_state: dict[str, Any],
+        no_frozen: bool,
+    ) -> dict[str, Any]:
+        """All files of this rank, durable, with their hashes."""
+        peers, options, disk = self._nvme_peers, self._nvme_options, seam.current()
+        taken = capture.capture(
+            self,
+            checkpoint_id=checkpoint_id,
+            tag=tag,
+            rank=peers.rank,
+            world_size=peers.world_size,
+            frozen=not no_frozen,
+        )
+        needed = sum(c.nbytes for c in taken.copies) + _SLACK_BYTES
+        free = disk.free_bytes(save_dir)
+        if free < needed:
+            raise NoSpaceError(
+                "the checkpoint does not fit",
+                path=str(save_dir),
+                expected=f"{needed >> 20} MiB free for this rank",
+                found=f"{free >> 20} MiB",
+                hint="remove old checkpoints or save elsewhere",
+            )
+        for parent in sorted({(folder / c.relative).parent for c in taken.copies} | {folder / layout.RECORDS}):
+            disk.make_folder(parent)
+        capture.write_stock_files(self, save_dir, folder.name, client_state, no_frozen)
+        extras = capture.write_extras(
+            self, folder, checkpoint_id=checkpoint_id, rank=peers.rank, with_rng=options.rng
+        )
+        seals = transfer.run(
+            [transfer.Copy(c.source, folder / c.relative, nbytes=c.nbytes) for c in taken.copies],
+            options,
+            what=f"save {tag}",
+            sync=True,
+            show=peers.rank == 0,
+        )
+        small = [taken.record.model_file, taken.record.optim_file]
+        small += [extras.tensors_file] if extras.tensors_file else []
+        for name in small:
+            disk.sync_file(folder / name)
+        small_seals = transfer.run(
+            [transfer.Copy(folder / name) for name in small], options, what="hash", sync=False, buffered=True
+        )
+        files = dict(zip([c.relative for c in taken.copies], seals, strict=True))
+        files |= dict(zip(small, small_seals, strict=True))
+        digest = manifest.digest_of(taken.record)
+        seal = Seal(checkpoint_id=checkpoint_id, rank=peers.rank, record_digest=digest, files=files)
+        records.write(folder, layout.rank_record(peers.rank), taken.record)
+        records.write(folder, layout.extras(peers.rank), extras)
+        records.write(folder, layout.seal(peers.rank), seal)
+        commit.sync_tree(folder)
+        return {
+            "host": peers.host,
+            "record": digest,
+            "extras": manifest.digest_of(extras),
+            "bytes": sum(f.size for f in files.values()),
+        }
+
+    def _save_hidden_state(self, folder: Path) -> None:
+        """Beside a checkpoint of plain DeepSpeed: CPUAdam's counters and the random states."""
+        peers, options = self._nvme_peers, self._nvme_options
+
+        def write() -> None:
+            seam.current().make_folder(folder / layout.RECORDS)
+            for name in (layout.extras(peers.rank), layout.extras_tensors(peers.rank)):
+                (folder / name).unlink(missing_ok=True)
+            extras = capture.write_extras(self, folder, checkpoint_id="deepspeed", rank=peers.rank, with_rng=options.rng)
+            records.write(folder, layout.extras(peers.rank), extras)
+
+        peers.run(write, "save of the hidden state")
+
+    # ---- load ----
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, Any]:
+        """DeepSpeed's ``load_checkpoint``: same arguments and result, and the run continues to the last bit.
+
+        Everything is checked on every rank before anything is touched; on an error (the same type on every
+        rank) engine, swap folder and checkpoint are as they were.
+        """
+        peers = self._nvme_peers
+        wanted = Wanted(
+            optimizer_states=load_optimizer_states,
+            lr_scheduler_states=load_lr_scheduler_states,
+            module_only=load_module_only,
+            strict=load_module_strict and custom_load_fn is None,
+            rng=self._nvme_options.rng,
+        )
+        chosen = peers.run(lambda: catalog.choose(Path(load_dir), tag), "choice of the checkpoint")
+        peers.same(chosen[peers.rank], "tag")
+        name: str | None = chosen[peers.rank]
+        if name is None or self.load_universal_checkpoint() or not supported.is_zero3(self):
+            return self._load_stock(load_dir, tag, name, wanted, custom_load_fn)
+        folder = Path(load_dir) / name
+        if not supported.uses_nvme(self) and self._stock_can_load(folder):
+            return self._load_stock(load_dir, tag, name, wanted, custom_load_fn)
+        return self._load(folder, wanted, custom_load_fn)
+
+    def _stock_can_load(self, folder: Path) -> bool:
+        """Plain DeepSpeed loads this checkpoint right into this engine (no NVMe on either side)."""
+        swapped = (folder / layout.SWAP).is_dir() or records.has_manifest(folder)
+        saved_ranks = len(list(folder.glob("*_optim_states.pt")))
+        return not swapped and saved_ranks == self._nvme_peers.world_size
+
+    def _load(self, folder: Path, wanted: Wanted, custom_load_fn: Any) -> tuple[str | None, Any]:
+        peers = self._nvme_peers
+        start = time.monotonic()
+        box: list[Restore] = []
+
+        def prepare() -> None:
+            job = Restore(self, folder, self._nvme_options, peers.rank, peers.world_size, wanted)
+            job.prepare(show=peers.rank == 0)
+            box.append(job)
+
+        try:
+            peers.run(prepare, "check of the checkpoint")
+        except NvmeResumeError:
+            for job in box:
+                job.discard()
+            raise
+        restore = box[0]
+        answer: list[tuple[Any, Any]] = []
+
+        def apply() -> None:
+            stock_loader.before(self)
+            answer.append(stock_loader.load(self, folder, restore.saved_rank, wanted, custom_load_fn))
+            restore.apply()
+
+        try:
+            peers.run(apply, "restore")
+        finally:
+            restore.discard()
+        stock_loader.after(self)
+        restore.restore_rng()
+        if peers.rank == 0:
+            log.info(
+                "resumed %s at step %d in %.2f s%s",
+                folder,
+                self.global_steps,
+                transfer.elapsed_since(start),
+                "" if restore.checkpoint.sealed else " (written by plain DeepSpeed: no hashes to check)",
+            )
+        return answer[0]
+
+    def _load_stock(
+        self, load_dir: str, tag: str | int | None, name: str | None, wanted: Wanted, custom_load_fn: Any
+    ) -> tuple[str | None, Any]:
+        """DeepSpeed's own load, then the hidden state if we saved it beside."""
+        answer: tuple[str | None, Any] = super().load_checkpoint(  # type: ignore[misc]
+            load_dir,
+            tag=None if tag is None else str(tag),
+            load_module_strict=wanted.strict,
+            load_optimizer_states=wanted.optimizer_states,
+            load_lr_scheduler_states=wanted.lr_scheduler_states,
+            load_module_only=wanted.module_only,
+            custom_load_fn=custom_load_fn,
+        )
+        rank = self._nvme_peers.rank
+        if name is None or wanted.module_only or not (Path(load_dir) / name / layout.extras(rank)).is_file():
+            return answer
+        folder = Path(load_dir) / name
+        extras = records.read(folder, layout.extras(rank), manifest.Extras)
+        if wanted.optimizer_states:
+            adam.restore(self, extras.adam)
+        if wanted.rng:
+            restore_rng_of(Checkpoint.beside_stock(folder, self, extras), rank)
+        return answer

@@ -1,0 +1,121 @@
+"""The one exception tree of the package.
+
+Every error says what was expected, what was found and which command or change comes next; it carries the
+facts (rank, tag, path, offset) as attributes, survives pickling (ranks send each other their errors) and
+knows the exit code of the command line.  Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class NvmeResumeError(Exception):
+    """Base of all errors raised by nvme_resume.
+
+    Attributes: ``message`` (the sentence), ``rank`` (global rank where it happened or None), ``tag``,
+    ``path``, ``offset`` (bytes), ``expected``, ``found``, ``hint`` (what to do next).
+    """
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        tag: str | None = None,
+        path: str | None = None,
+        offset: int | None = None,
+        expected: object = None,
+        found: object = None,
+        hint: str | None = None,
+    ) -> None:
+        self.message = message
+        self.rank = rank
+        self.tag = tag
+        self.path = None if path is None else str(path)
+        self.offset = offset
+        self.expected = None if expected is None else str(expected)
+        self.found = None if found is None else str(found)
+        self.hint = hint
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        where = [
+            f"{name} {value}"
+            for name, value in (
+                ("rank", self.rank),
+                ("tag", self.tag),
+                ("file", self.path),
+                ("offset", self.offset),
+            )
+            if value is not None
+        ]
+        text = (f"[{', '.join(where)}] " if where else "") + self.message
+        if self.expected is not None or self.found is not None:
+            text += f" (expected {self.expected}, found {self.found})"
+        if self.hint:
+            text += f". Next: {self.hint}"
+        return text
+
+    def facts(self) -> dict[str, Any]:
+        """The keyword arguments that rebuild this error (used for pickling and between ranks)."""
+        return {
+            "rank": self.rank,
+            "tag": self.tag,
+            "path": self.path,
+            "offset": self.offset,
+            "expected": self.expected,
+            "found": self.found,
+            "hint": self.hint,
+        }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.facts())
+
+
+def _rebuild(kind: type[NvmeResumeError], message: str, facts: dict[str, Any]) -> NvmeResumeError:
+    return kind(message, **facts)
+
+
+class ConfigError(NvmeResumeError):
+    """The ``nvme_checkpoint`` section or the DeepSpeed configuration cannot work as written."""
+
+    exit_code = 2
+
+
+class UnsupportedError(NvmeResumeError):
+    """This engine, DeepSpeed version or feature is one that exact resume is not known for."""
+
+
+class SaveError(NvmeResumeError):
+    """A save failed on some rank; nothing was published, older checkpoints and ``latest`` are untouched."""
+
+
+class PeerError(NvmeResumeError):
+    """A rank did not arrive within the timeout, or ranks disagree on what they were asked to do."""
+
+
+class NoCheckpointError(NvmeResumeError):
+    """There is no checkpoint where one was named."""
+
+    exit_code = 10
+
+
+class CorruptError(NvmeResumeError):
+    """A file or record of the checkpoint is not what was saved."""
+
+    exit_code = 12
+
+
+class IncompatibleError(NvmeResumeError):
+    """The checkpoint is sound but does not fit this engine."""
+
+    exit_code = 13
+
+
+class NoSpaceError(SaveError):
+    """The checkpoint does not fit on its filesystem; found out before anything was written."""
+
+    exit_code = 14

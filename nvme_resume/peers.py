@@ -1,0 +1,103 @@
+"""The other ranks: agree, carry errors, never wait for ever.
+
+Uses a gloo group of its own, so that it works beside NCCL, does not disturb the training's collectives and
+can be given its own timeout.  Every method is collective: all ranks call it, in the same order, from the main
+thread.  Knows torch.distributed, nothing of DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from nvme_resume import errors
+from nvme_resume.errors import NvmeResumeError, PeerError
+
+T = TypeVar("T")
+
+
+class Peers:
+    """All ranks of the training job."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+        self.rank = 0 if not (dist.is_available() and dist.is_initialized()) else dist.get_rank()
+        self.world_size = 1 if self.alone else dist.get_world_size()
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.host = socket.gethostname()
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._group = None if self.alone else dist.new_group(backend="gloo", timeout=self._timeout)
+
+    def exchange(self, value: Any, error: NvmeResumeError | None, during: str) -> list[Any]:
+        """Every rank's value, or the same exception type on every rank when any rank brought an error.
+
+        ``value`` must be JSON-like plain data.  Raises PeerError naming the ranks that did not arrive within
+        the timeout.
+        """
+        mine = (value, None if error is None else (type(error).__name__, error.message, error.facts()))
+        everyone = [mine] if self.alone else self._gather(mine, during)
+        failures = [(rank, packed) for rank, (_, packed) in enumerate(everyone) if packed is not None]
+        if not failures:
+            return [v for v, _ in everyone]
+        rank, (kind, message, facts) = failures[0]
+        if error is not None and rank == self.rank:
+            if error.rank is None:
+                error.rank = self.rank
+            raise error
+        others = f" (ranks {[r for r, _ in failures]} failed)" if len(failures) > 1 else ""
+        facts = {**facts, "rank": rank if facts.get("rank") is None else facts["rank"]}
+        raise _kind(kind)(f"{message}{others}", **facts) from error
+
+    def run(self, work: Callable[[], T], during: str) -> list[T]:
+        """Do ``work`` on every rank, then exchange results or errors."""
+        value: T | None = None
+        error: NvmeResumeError | None = None
+        try:
+            value = work()
+        except NvmeResumeError as caught:
+            error = caught
+        except OSError as caught:
+            path = caught.filename if isinstance(caught.filename, str) else None
+            error = errors.SaveError(f"{during}: {caught.strerror or caught}", path=path)
+            error.__cause__ = caught
+        except Exception as caught:
+            error = errors.SaveError(f"{during}: {type(caught).__name__}: {caught}")
+            error.__cause__ = caught
+        return self.exchange(value, error, during)
+
+    def same(self, value: Any, what: str) -> None:
+        """PeerError on every rank unless all ranks bring the same value."""
+        values = self.exchange(value, None, what)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise PeerError(
+                    f"ranks disagree on {what}",
+                    rank=rank,
+                    expected=f"{values[0]!r} (rank 0)",
+                    found=repr(other),
+                    hint=f"call with the same {what} on every rank",
+                )
+
+    def _gather(self, mine: Any, during: str) -> Sequence[Any]:
+        try:
+            # Names who is missing; all_gather alone would only say "timed out".
+            dist.monitored_barrier(group=self._group, timeout=self._timeout, wait_all_ranks=True)
+            gathered: list[Any] = [None] * self.world_size
+            dist.all_gather_object(gathered, mine, group=self._group)
+        except RuntimeError as error:
+            raise PeerError(
+                f"not all ranks arrived within {self._timeout.total_seconds():.0f} s during {during}: {error}",
+                rank=self.rank,
+                hint="look at the log of the ranks named; a rank that died takes the job with it",
+            ) from error
+        return gathered
+
+
+def _kind(name: str) -> type[NvmeResumeError]:
+    kind = getattr(errors, name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, NvmeResumeError) else NvmeResumeError

@@ -1,0 +1,122 @@
+"""The one seam to the file system for everything but bulk bytes (those are the native copier's).
+
+``disk`` is the real thing; tests put a failing one in its place with ``replaced``.  Methods raise OSError and
+never retry: a failed fsync means the kernel may have dropped the data, and asking again would say "fine".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+class Disk:
+    """Durable small-file operations on a POSIX file system."""
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Create ``path`` with ``data`` and fsync it (the entry in its folder is not synced here)."""
+        with path.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(self, path: Path, limit: int) -> bytes:
+        """Whole content of a regular file; symbolic links are refused, more than ``limit`` bytes too."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            info = os.fstat(file.fileno())
+            if not stat.S_ISREG(info.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", str(path))
+            if info.st_size > limit:
+                raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
+            return file.read()
+
+    def size(self, path: Path) -> int:
+        """Size in bytes of a regular file (symbolic links are refused)."""
+        info = os.lstat(path)
+        if not stat.S_ISREG(info.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return info.st_size
+
+    def sync_file(self, path: Path) -> None:
+        """fsync a file that somebody else wrote."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def sync_folder(self, path: Path) -> None:
+        """fsync a folder: makes the entries in it durable."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def make_folder(self, path: Path) -> None:
+        """mkdir -p."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """rename(2): atomic, replaces a file or an empty folder."""
+        source.rename(target)
+
+    def exchange(self, one: Path, other: Path) -> bool:
+        """Swap two names atomically; False where the file system cannot (then nothing happened)."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        result = libc.renameat2(
+            ctypes.c_int(_AT_FDCWD),
+            ctypes.c_char_p(os.fsencode(one)),
+            ctypes.c_int(_AT_FDCWD),
+            ctypes.c_char_p(os.fsencode(other)),
+            ctypes.c_uint(_RENAME_EXCHANGE),
+        )
+        if result == 0:
+            return True
+        code = ctypes.get_errno()
+        if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            return False
+        raise OSError(code, os.strerror(code), str(other))
+
+    def remove_tree(self, path: Path) -> None:
+        """rm -r; a folder that is already gone is fine."""
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(path)
+
+    def free_bytes(self, path: Path) -> int:
+        """Bytes an unprivileged process may still write on the file system of ``path``."""
+        info = os.statvfs(path)
+        return info.f_bavail * info.f_frsize
+
+    def device(self, path: Path) -> int:
+        """The device number of a path's file system."""
+        return path.stat().st_dev
+
+
+disk: Disk = Disk()
+
+
+def current() -> Disk:
+    """The disk in use."""
+    return disk
+
+
+@contextlib.contextmanager
+def replaced(other: Disk) -> Iterator[None]:
+    """Use another disk for a while (tests: one that fails at a chosen call)."""
+    global disk
+    previous, disk = disk, other
+    try:
+        yield
+    finally:
+        disk = previous

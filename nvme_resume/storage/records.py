@@ -1,0 +1,84 @@
+"""Read and write the records of one checkpoint folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+from nvme_resume import layout, manifest
+from nvme_resume.errors import CorruptError, NoCheckpointError
+from nvme_resume.manifest import Extras, Manifest, RankRecord, Record, Seal
+from nvme_resume.storage import disk as seam
+
+R = TypeVar("R", bound=Record)
+
+
+def write(folder: Path, relative: str, record: Record) -> None:
+    """Create the record file ``folder/relative`` and fsync it."""
+    path = folder / relative
+    seam.current().make_folder(path.parent)
+    seam.current().write(path, manifest.encode(record))
+
+
+def read(folder: Path, relative: str, kind: type[R]) -> R:
+    """Read and check one record.  CorruptError when it is missing, unreadable or not what it claims."""
+    path = folder / relative
+    try:
+        data = seam.current().read(path, manifest.MAX_RECORD_BYTES)
+    except OSError as error:
+        raise CorruptError(
+            f"record cannot be read: {error.strerror or error}", path=str(path), hint="load an older tag"
+        ) from error
+    return manifest.decode(kind, data, str(path))
+
+
+def has_manifest(folder: Path) -> bool:
+    """True when nvme_resume committed this folder."""
+    return (folder / layout.manifest()).is_file()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder; the tag inside must be the folder's own name."""
+    if not folder.is_dir():
+        raise NoCheckpointError("no such checkpoint folder", path=str(folder), hint="look at the tags in it")
+    return read(folder, layout.manifest(), Manifest)
+
+
+def read_rank(folder: Path, head: Manifest, rank: int) -> tuple[RankRecord, Seal, Extras]:
+    """The three records of one rank, checked against the manifest and each other."""
+    entry = next((e for e in head.ranks if e.rank == rank), None)
+    if entry is None:
+        raise CorruptError("the manifest does not list this rank", rank=rank, path=str(folder / layout.manifest()))
+    record = read(folder, layout.rank_record(rank), RankRecord)
+    extras = read(folder, layout.extras(rank), Extras)
+    seal = read(folder, layout.seal(rank), Seal)
+    for relative, expected, found in (
+        (layout.rank_record(rank), entry.record, manifest.digest_of(record)),
+        (layout.extras(rank), entry.extras, manifest.digest_of(extras)),
+        (layout.seal(rank), entry.record, seal.record_digest),
+    ):
+        if expected != found:
+            raise CorruptError(
+                "record belongs to another checkpoint",
+                rank=rank,
+                tag=head.tag,
+                path=str(folder / relative),
+                expected=expected,
+                found=found,
+                hint="load an older tag of the same folder by its name",
+            )
+    for relative, item in (
+        (layout.rank_record(rank), record),
+        (layout.extras(rank), extras),
+        (layout.seal(rank), seal),
+    ):
+        if (item.checkpoint_id, item.rank) != (head.checkpoint_id, rank):
+            raise CorruptError(
+                "record belongs to another rank or checkpoint",
+                rank=rank,
+                tag=head.tag,
+                path=str(folder / relative),
+                expected=f"rank {rank} of {head.checkpoint_id}",
+                found=f"rank {item.rank} of {item.checkpoint_id}",
+            )
+    return record, seal, extras

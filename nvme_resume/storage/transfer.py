@@ -1,0 +1,149 @@
+"""Run a list of copies through the native copier: progress, hashes, and errors in our own words.
+
+Bulk bytes move only here.  A copy is a ``Copy`` that knows what it costs in bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from nvme_resume import _native
+from nvme_resume.config import Options
+from nvme_resume.errors import CorruptError, NoSpaceError, NvmeResumeError, SaveError
+from nvme_resume.manifest import FileSeal
+
+_PROGRESS_AFTER_SECONDS = 2.0
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Copy ``nbytes`` (-1: all) from ``src`` to ``dst``; ``dst=None`` reads and hashes only."""
+
+    src: Path
+    dst: Path | None = None
+    nbytes: int = -1
+    src_offset: int = 0
+    dst_offset: int = 0
+    truncate: bool = True  # False: write a range into a file that is already there
+
+
+def run(
+    copies: Sequence[Copy],
+    options: Options,
+    *,
+    what: str,
+    sync: bool,
+    hash: bool = True,
+    buffered: bool = False,
+    show: bool = False,
+) -> list[FileSeal]:
+    """Run all copies; one FileSeal (size, hashes) for each, in order.
+
+    ``what`` names the work on the progress bar, which appears after two seconds when ``show`` and the output
+    is a terminal.  ``buffered`` keeps to the page cache (files just written by torch are still in it).
+    Raises NoSpaceError, CorruptError (a source shorter than asked) or SaveError naming file and offset.
+    """
+    if not copies:
+        return []
+    transfer = _native.Transfer(
+        [
+            _native.Job(
+                str(c.src),
+                None if c.dst is None else str(c.dst),
+                src_offset=c.src_offset,
+                dst_offset=c.dst_offset,
+                length=c.nbytes,
+                truncate=c.truncate,
+            )
+            for c in copies
+        ],
+        block_bytes=options.block_mib << 20,
+        in_flight=options.in_flight,
+        engine=options.engine,
+        direct="off" if buffered else options.direct,
+        sync=sync,
+        hash=hash,
+        bandwidth_limit=int(options.bandwidth_limit_mib * (1 << 20)),
+    )
+    done = threading.Event()
+    bar = threading.Thread(target=_show, args=(transfer, done, what), daemon=True)
+    if show and sys.stderr.isatty():
+        bar.start()
+    try:
+        results = transfer.run()
+    except OSError as error:
+        raise in_our_words(error, what) from error
+    finally:
+        done.set()
+        if bar.ident is not None:
+            bar.join()
+    return [FileSeal(size=r.bytes, digest=r.digest, chunks=r.chunk_digests.hex()) for r in results]
+
+
+def in_our_words(error: OSError, what: str) -> NvmeResumeError:
+    """The exception of our tree that says the same as an OSError."""
+    path = error.filename if isinstance(error.filename, str) else None
+    offset = getattr(error, "offset", None)
+    operation = getattr(error, "operation", "write")
+    message = f"{what}: {operation} failed: {error.strerror or error}"
+    if error.errno in _NO_SPACE:
+        return NoSpaceError(message, path=path, offset=offset, hint="free some space and save again")
+    if operation in ("read", "open") and error.errno in (errno.ENOENT, errno.EIO, errno.ENODATA, errno.ELOOP):
+        return CorruptError(message, path=path, offset=offset, hint="load an older tag by its name")
+    return SaveError(message, path=path, offset=offset, hint="look at the disk, then try again")
+
+
+def _show(transfer: _native.Transfer, done: threading.Event, what: str) -> None:
+    """Progress bar thread: waits two seconds, then draws until ``done``."""
+    if done.wait(_PROGRESS_AFTER_SECONDS):
+        return
+    _, total = transfer.progress()
+    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc=what, leave=False) as bar:
+        while not done.wait(0.2):
+            bar.update(transfer.progress()[0] - bar.n)
+        bar.update(transfer.progress()[0] - bar.n)
+
+
+def write_padded(path: Path, data: memoryview, size: int, *, offset: int = 0) -> None:
+    """Put ``data`` at ``offset`` into ``path`` and make the file ``size`` bytes long (zeros beyond)."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        position = 0
+        while position < len(data):
+            position += os.pwrite(descriptor, data[position : position + (64 << 20)], offset + position)
+        os.ftruncate(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+def read_range(path: Path, offset: int, into: memoryview) -> None:
+    """Fill ``into`` from ``path`` at ``offset``; CorruptError when the file ends before."""
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        position = 0
+        while position < len(into):
+            count = file.readinto(into[position : position + (64 << 20)])
+            if not count:
+                raise CorruptError(
+                    "file ends too early",
+                    path=str(path),
+                    offset=offset + position,
+                    expected=f"{len(into)} bytes from {offset}",
+                    found=position,
+                )
+            position += count
+
+
+def elapsed_since(start: float) -> float:
+    """Seconds since a ``time.monotonic()``."""
+    return time.monotonic() - start

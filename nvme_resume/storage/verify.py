@@ -1,0 +1,83 @@
+"""Is what lies in a checkpoint folder what was saved?  In levels: structure (sizes), full (every byte)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from nvme_resume import layout
+from nvme_resume.config import Options
+from nvme_resume.errors import CorruptError
+from nvme_resume.manifest import FileSeal
+from nvme_resume.storage import disk as seam
+from nvme_resume.storage import transfer
+
+HASH_CHUNK_BYTES = 4 << 20  # constant of the format
+
+
+def path_of(folder: Path, relative: str, *, rank: int, tag: str) -> Path:
+    """The file a record names, refused when it leads out of the checkpoint or through a symbolic link."""
+    path = layout.inside(folder, relative)
+    if path is None:
+        raise CorruptError("record names a file outside the checkpoint", rank=rank, tag=tag, path=relative)
+    step = folder
+    for part in Path(relative).parts:
+        step = step / part
+        if step.is_symlink():
+            raise CorruptError("record leads through a symbolic link", rank=rank, tag=tag, path=str(step))
+    return path
+
+
+def structure(folder: Path, files: Mapping[str, FileSeal], *, rank: int, tag: str) -> None:
+    """Every sealed file is there and has its size."""
+    for relative, sealed in files.items():
+        check_size(path_of(folder, relative, rank=rank, tag=tag), sealed.size, rank=rank, tag=tag)
+
+
+def check_size(path: Path, size: int, *, rank: int, tag: str) -> None:
+    """CorruptError unless ``path`` is a regular file of exactly ``size`` bytes."""
+    try:
+        found: object = seam.current().size(path)
+    except OSError as error:
+        found = error.strerror or "unreadable"
+    if found != size:
+        raise CorruptError(
+            "file is missing or has the wrong size",
+            rank=rank,
+            tag=tag,
+            path=str(path),
+            expected=f"{size} bytes",
+            found=found,
+            hint="load an older tag of the same folder by its name",
+        )
+
+
+def compare(path: Path, sealed: FileSeal, found: FileSeal, *, rank: int, tag: str) -> None:
+    """CorruptError, naming the first bad 4 MiB chunk, unless the hashes agree."""
+    if (sealed.size, sealed.digest) == (found.size, found.digest):
+        return
+    offset = None
+    for index in range(0, max(len(sealed.chunks), len(found.chunks)), 32):
+        if sealed.chunks[index : index + 32] != found.chunks[index : index + 32]:
+            offset = index // 32 * HASH_CHUNK_BYTES
+            break
+    raise CorruptError(
+        "content differs from what was saved (first bad chunk at the offset)",
+        rank=rank,
+        tag=tag,
+        path=str(path),
+        offset=offset,
+        expected=sealed.digest,
+        found=found.digest,
+        hint="load an older tag of the same folder by its name",
+    )
+
+
+def full(folder: Path, files: Mapping[str, FileSeal], options: Options, *, rank: int, tag: str) -> None:
+    """Hash every file and compare."""
+    structure(folder, files, rank=rank, tag=tag)
+    names = list(files)
+    paths = [path_of(folder, name, rank=rank, tag=tag) for name in names]
+    found = transfer.run([transfer.Copy(p) for p in paths], options, what="verify", sync=False)
+    for name, path, result in zip(names, paths, found, strict=True):
+        compare(path, files[name], result, rank=rank, tag=tag)

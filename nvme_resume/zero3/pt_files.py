@@ -1,0 +1,70 @@
+"""DeepSpeed's own ``.pt`` files, opened without running code from them.
+
+``weights_only=True`` with the few harmless classes DeepSpeed stores allowed by name; tensors are memory-mapped,
+so opening a file of any size costs nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, LOSS_SCALER, OPTIMIZER_STATE_DICT
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+
+from nvme_resume.errors import CorruptError
+from nvme_resume.manifest import MASTER
+
+_ALLOWED: list[Any] = [LossScaler, DynamicLossScaler, ZeroStageEnum]
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The dictionary in a ``.pt`` file of DeepSpeed.
+
+    Raises CorruptError when the file is damaged or holds objects that would have to be unpickled.
+    """
+    try:
+        with torch.serialization.safe_globals(_ALLOWED):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise CorruptError("file of the checkpoint is missing", path=str(path), hint="load an older tag") from None
+    except Exception as error:
+        raise CorruptError(
+            f"cannot be read safely: {str(error).splitlines()[0]}",
+            path=str(path),
+            hint="load an older tag; objects in client_state must be plain values or tensors",
+        ) from error
+    if not isinstance(content, dict):
+        raise CorruptError("not a checkpoint file of DeepSpeed", path=str(path))
+    return content
+
+
+class OptimFile:
+    """One rank's ``*_optim_states.pt``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        content = load(path)
+        try:
+            self.content: dict[str, Any] = content[OPTIMIZER_STATE_DICT]
+            self.ds_config: dict[str, Any] = content.get("ds_config") or {}
+            base = self.content[OPTIMIZER_STATE_DICT]
+            self.states: dict[int, dict[str, Any]] = base["state"]
+            self.param_groups: list[dict[str, Any]] = base["param_groups"]
+            self.masters: list[torch.Tensor] = self.content[FP32_FLAT_GROUPS]
+            self.loss_scaler: Any = self.content[LOSS_SCALER]
+            self.overflow = bool(self.content["overflow"])
+            self.dynamic_loss_scale = bool(self.content["dynamic_loss_scale"])
+        except (KeyError, TypeError) as error:
+            raise CorruptError(f"not an optimizer file of ZeRO-3: {error}", path=str(path)) from error
+
+    def tensor(self, sub_group: int, state_index: int, key: str) -> torch.Tensor:
+        """A flat tensor kept in this file (CPU, memory-mapped)."""
+        if key == MASTER:
+            return self.masters[sub_group].detach()
+        value = self.states.get(state_index, {}).get(key)
+        if not isinstance(value, torch.Tensor):
+            raise CorruptError(f"no tensor {key!r} for sub-group {sub_group}", path=str(self.path))
+        return value.detach()

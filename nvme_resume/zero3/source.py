@@ -1,0 +1,124 @@
+"""A checkpoint opened for reading: ours (with records) or plain DeepSpeed's, behind one face."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
+from safetensors import safe_open
+
+from nvme_resume.errors import CorruptError
+from nvme_resume.manifest import Extras, FileSeal, RankRecord, TensorRecord
+from nvme_resume.storage import records, verify
+from nvme_resume.zero3 import pt_files, stock
+
+
+class Checkpoint:
+    """One tag folder.  Files and records are opened on first use and kept."""
+
+    def __init__(self, folder: Path, engine: Any) -> None:
+        self.folder = folder
+        self.tag = folder.name
+        self.sealed = records.has_manifest(folder)
+        self._engine = engine
+        self._extras: dict[int, Extras] = {}
+        self._seals: dict[int, dict[str, FileSeal]] = {}
+        self._records: dict[int, RankRecord] = {}
+        self._optim = lru_cache(maxsize=None)(pt_files.OptimFile)
+        self._model = lru_cache(maxsize=None)(pt_files.load)
+        if self.sealed:
+            self.head = records.read_manifest(folder)
+            if self.head.tag != folder.name:
+                raise CorruptError(
+                    "this folder holds another tag", path=str(folder), expected=folder.name, found=self.head.tag
+                )
+            self.world_size = self.head.world_size
+        else:
+            self.world_size = stock.world_size(folder)
+
+    @classmethod
+    def beside_stock(cls, folder: Path, engine: Any, extras: Extras) -> Checkpoint:
+        """A checkpoint that plain DeepSpeed wrote and loaded, with our extras beside it."""
+        checkpoint = cls.__new__(cls)
+        checkpoint.folder, checkpoint.tag, checkpoint.sealed = folder, folder.name, False
+        checkpoint._engine, checkpoint._seals, checkpoint._records = engine, {}, {}
+        checkpoint._extras = {extras.rank: extras}
+        return checkpoint
+
+    def record(self, rank: int) -> RankRecord:
+        """What saved rank ``rank`` saved."""
+        if rank not in self._records:
+            if self.sealed:
+                record, seal, extras = records.read_rank(self.folder, self.head, rank)
+                self._seals[rank], self._extras[rank] = seal.files, extras
+                if record.world_size != self.world_size:
+                    raise CorruptError("record of another world size", rank=rank, tag=self.tag)
+            else:
+                record = stock.synthesize(self.folder, rank, self._engine)
+            self._records[rank] = record
+        return self._records[rank]
+
+    def seals(self, rank: int) -> dict[str, FileSeal]:
+        """Sizes and hashes of a rank's files; empty for a checkpoint of plain DeepSpeed."""
+        self.record(rank)
+        return self._seals.get(rank, {})
+
+    def extras(self, rank: int) -> Extras | None:
+        """The small state of a rank, None where plain DeepSpeed saved."""
+        if rank not in self._extras:
+            self.record(rank)
+        return self._extras.get(rank)
+
+    def path(self, rank: int, relative: str) -> Path:
+        """A file of the checkpoint, checked to lie inside."""
+        return verify.path_of(self.folder, relative, rank=rank, tag=self.tag)
+
+    def optim(self, rank: int) -> pt_files.OptimFile:
+        """DeepSpeed's optimizer file of a saved rank."""
+        return self._optim(self.path(rank, self.record(rank).optim_file))
+
+    def model(self, rank: int) -> dict[str, Any]:
+        """DeepSpeed's model file of a saved rank."""
+        return self._model(self.path(rank, self.record(rank).model_file))
+
+    def find(self, rank: int, sub_group: int, key: str) -> TensorRecord:
+        """The record of one flat tensor."""
+        for tensor in self.record(rank).sub_groups[sub_group].tensors:
+            if tensor.key == key:
+                return tensor
+        raise CorruptError(f"rank record lacks {key!r} of sub-group {sub_group}", rank=rank, tag=self.tag)
+
+    def pt_tensor(self, rank: int, sub_group: int, key: str) -> torch.Tensor:
+        """A tensor that is kept in the optimizer file, checked against its record."""
+        record = self.find(rank, sub_group, key)
+        group = self.record(rank).sub_groups[sub_group]
+        tensor = self.optim(rank).tensor(sub_group, group.state_index, key)
+        if tensor.numel() != record.numel:
+            raise CorruptError(
+                f"{key!r} of sub-group {sub_group} has the wrong size",
+                rank=rank,
+                tag=self.tag,
+                path=str(self.optim(rank).path),
+                expected=record.numel,
+                found=tensor.numel(),
+            )
+        return tensor
+
+    def frozen_fragment(self, rank: int, name: str) -> torch.Tensor:
+        """A frozen parameter's partition from DeepSpeed's model file."""
+        fragments = self.model(rank).get(FROZEN_PARAM_FRAGMENTS) or {}
+        if name not in fragments:
+            raise CorruptError(f"model file lacks frozen parameter {name!r}", rank=rank, tag=self.tag)
+        fragment: torch.Tensor = fragments[name]
+        return fragment.detach().flatten()
+
+    def extras_tensors(self, rank: int) -> dict[str, torch.Tensor]:
+        """The byte tensors of a rank's extras."""
+        extras = self.extras(rank)
+        if extras is None or extras.tensors_file is None:
+            return {}
+        with safe_open(self.path(rank, extras.tensors_file), framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no iterator there

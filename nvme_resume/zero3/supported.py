@@ -1,0 +1,106 @@
+"""Which engines exact resume is known for, and which settings DeepSpeed itself cannot survive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from nvme_resume.errors import ConfigError, UnsupportedError
+
+TESTED_DEEPSPEED = ("0.19.8",)
+
+# Flat tensors that each optimizer keeps for a parameter beside its master weights.
+_STATES = {
+    "DeepSpeedCPUAdam": 2,
+    "DeepSpeedCPULion": 2,
+    "DeepSpeedCPUAdagrad": 1,
+    "MuonWithAuxAdam": 2,
+    "Adam": 2,
+    "AdamW": 2,
+}
+
+
+def version() -> str:
+    """The installed DeepSpeed version."""
+    return str(deepspeed.__version__)
+
+
+def is_engine(engine: object) -> bool:
+    """True for a live DeepSpeed engine."""
+    return isinstance(engine, DeepSpeedEngine)
+
+
+def is_zero3(engine: Any) -> bool:
+    """True when the engine's optimizer is plain ZeRO-3 (not SuperOffload or another subclass)."""
+    return type(engine.optimizer) is DeepSpeedZeroOptimizer_Stage3
+
+
+def uses_nvme(engine: Any) -> bool:
+    """True when optimizer state or parameters of this engine live in swap files."""
+    optimizer = engine.optimizer
+    return bool(getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False))
+
+
+def refuse_unsupported(engine: Any) -> None:
+    """UnsupportedError for NVMe engines whose state this package does not know completely."""
+    if not uses_nvme(engine):
+        return
+    optimizer = engine.optimizer
+    if not is_zero3(engine):
+        raise UnsupportedError(
+            "exact resume with NVMe offload is known for plain ZeRO-3 only",
+            expected="DeepSpeedZeroOptimizer_Stage3",
+            found=type(optimizer).__name__,
+            hint='switch "super_offload" off, or leave "nvme_checkpoint" out',
+        )
+    if getattr(optimizer, "zenflow", False):
+        raise UnsupportedError("ZenFlow keeps state that is not saved", hint='remove "zenflow" from the configuration')
+    if optimizer.partial_offload != 1.0:
+        raise UnsupportedError(
+            "with a partial offload ratio part of the state is in a second optimizer that is not saved",
+            expected='"ratio": 1.0',
+            found=f'"ratio": {optimizer.partial_offload}',
+            hint='set "offload_optimizer": {"ratio": 1.0}',
+        )
+    if engine.has_moe_layers:
+        raise UnsupportedError("mixture-of-experts layers with NVMe offload are not supported by DeepSpeed's saver")
+    if engine.mp_world_size > 1:
+        raise UnsupportedError(
+            "tensor parallel ranks are not supported yet", expected="1", found=engine.mp_world_size
+        )
+    if engine.checkpoint_engine.is_decoupled():
+        raise UnsupportedError(
+            "an asynchronous checkpoint engine publishes on its own, without our commit",
+            found=type(engine.checkpoint_engine).__name__,
+            hint='remove the "checkpoint_engine"/"nebula" section',
+        )
+
+
+def refuse_too_few_buffers(engine: Any) -> None:
+    """ConfigError where the optimizer swapper would run out of buffers in the first step.
+
+    Each sub-group in flight needs master + states + gradient; the pipelined swapper has the previous one
+    (writing), the present one and the next one (reading) in flight at once
+    (``pipelined_optimizer_swapper.py``).  Stock DeepSpeed asserts in the middle of the first step.
+    """
+    optimizer = engine.optimizer
+    swapper = getattr(optimizer, "optimizer_swapper", None)
+    if swapper is None:
+        return
+    swappable = sum(optimizer._swappable_optimizer_subgroup(i) for i in range(len(optimizer.fp16_groups)))
+    if swappable == 0:
+        return
+    config = swapper.swap_config
+    in_flight = min(swappable, 1 + int(config.pipeline_read) + int(config.pipeline_write))
+    states = _STATES.get(type(optimizer.optimizer).__name__, 1)
+    needed = in_flight * (states + 2)
+    if config.buffer_count < needed:
+        raise ConfigError(
+            '"offload_optimizer.buffer_count" is too small: DeepSpeed would stop in the first step',
+            expected=f">= {needed} ({in_flight} sub-groups in flight, {states + 2} buffers each)",
+            found=config.buffer_count,
+            hint=f'set "buffer_count": {needed}',
+        )
