@@ -1,5 +1,6 @@
 """Builds the native module. Everything else about the project is in pyproject.toml."""
 
+import copy
 import sys
 import tempfile
 from pathlib import Path
@@ -12,21 +13,21 @@ from setuptools.errors import CompileError, LinkError
 SOURCES = Path("csrc")
 NANOBIND = Path(nanobind.__file__).parent
 
-# What the native module needs from the system, and a program that builds only where it is there.
+# What the native module needs from the system: a program that builds only where it is there, and the
+# libraries to link it with.
 SYSTEM_NEEDS = {
-    "a C++17 compiler": """
-        #include <optional>
-        int main() { return std::optional<int>(0).value(); }
-    """,
-    "libaio.h and libaio.so": """
-        #include <libaio.h>
-        int main() { io_context_t context{}; return io_destroy(context); }
-    """,
-    "xxhash.h": """
-        #define XXH_INLINE_ALL
-        #include <xxhash.h>
-        int main() { return XXH3_128bits(nullptr, 0).low64 == 0; }
-    """,
+    "a C++17 compiler": (
+        "#include <optional>\nint main() { return std::optional<int>(0).value(); }",
+        [],
+    ),
+    "libaio.h or libaio.so": (
+        "#include <libaio.h>\nint main() { io_context_t context{}; return io_destroy(context); }",
+        ["aio"],
+    ),
+    "xxhash.h": (
+        "#define XXH_INLINE_ALL\n#include <xxhash.h>\nint main() { XXH3_64bits(nullptr, 0); }",
+        [],
+    ),
 }
 COMPILE_ARGS = [
     "-std=c++17",
@@ -46,15 +47,18 @@ class BuildNative(build_ext):
     """Says in one line what is missing, instead of a page of compiler errors."""
 
     def build_extension(self, ext):
-        for need, program in SYSTEM_NEEDS.items():
-            if not self._builds(program):
+        for need, (program, libraries) in SYSTEM_NEEDS.items():
+            if not self._builds(program, libraries):
                 raise SystemExit(
                     f"nvme_resume: cannot build the native module: {need} not found. "
                     "On Debian and Ubuntu: apt-get install libaio-dev libxxhash-dev g++"
                 )
-        super().build_extension(ext)
+        # Not in the extension's own list: that becomes the list of files in a source distribution.
+        with_nanobind = copy.copy(ext)
+        with_nanobind.sources = [*ext.sources, str(NANOBIND / "src" / "nb_combined.cpp")]
+        super().build_extension(with_nanobind)
 
-    def _builds(self, program):
+    def _builds(self, program, libraries):
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder, "probe.cpp")
             source.write_text(program)
@@ -63,7 +67,7 @@ class BuildNative(build_ext):
                     [str(source)], output_dir=folder, extra_postargs=["-std=c++17"]
                 )
                 self.compiler.link_executable(
-                    objects, str(Path(folder, "probe")), libraries=["aio"], target_lang="c++"
+                    objects, str(Path(folder, "probe")), libraries=libraries, target_lang="c++"
                 )
             except (CompileError, LinkError):
                 return False
@@ -72,8 +76,8 @@ class BuildNative(build_ext):
 
 native = Extension(
     "nvme_resume._native",
-    sources=[*map(str, sorted(SOURCES.glob("*.cpp"))), str(NANOBIND / "src" / "nb_combined.cpp")],
-    depends=[*map(str, sorted(SOURCES.glob("*.h")))],
+    sources=[str(path) for path in sorted(SOURCES.glob("*.cpp"))],
+    depends=[str(path) for path in sorted(SOURCES.glob("*.h"))],
     include_dirs=[str(NANOBIND / "include"), str(NANOBIND / "ext" / "robin_map" / "include")],
     define_macros=[
         ("NDEBUG", None),

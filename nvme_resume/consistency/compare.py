@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nvme_resume.consistency.spec import AT_END, AT_SAVE
+
 ABSENT = "absent"
-AT_SAVE, AT_END = "at_save", "at_end"
 NAMES = {
     "master": "master weights (fp32)",
-    "param16": "weights of the model (16-bit, or fp32 without mixed precision)",
+    "param16": "weights of the model (16-bit)",
     "buffer": "buffers of the model",
     "step": "step counters",
     "lr": "learning rate",
@@ -96,19 +97,19 @@ class Verdict:
         early = [s for s in self.differing_steps if s <= self.save_at]
         if early:
             lines.append(
-                f"losses differ at step {early[0]} already, before the save: this training does not repeat itself, "
-                "so no resume can be judged by it (look for operations that are not deterministic, data that depends "
-                "on the seed or on time)"
+                f"losses differ at step {early[0]} already, before the save: this training does not repeat "
+                "itself, so no resume can be judged by it (look for operations that are not deterministic, "
+                "data that depends on the seed or on time)"
             )
         if self.differing_data:
             lines.append(f"data order: the batches of step {self.differing_data[0]} are not the same")
         loaded = self.at(AT_SAVE)
         if loaded:
-            lines.append("not restored: " + ", ".join(f"{d.title} ({d.differing} of {d.total})" for d in loaded))
+            lines.append(f"not restored: {', '.join(d.title for d in loaded)}")
         elif self.differing_steps or self.at(AT_END):
             lines.append(
-                "all that has a digest was restored, yet the runs part: look at state without one, as the beta^t that "
-                "DeepSpeedCPUAdam keeps in C++, or at what your own code keeps between steps"
+                "all that has a digest was restored, yet the runs part: look at state without one, as the "
+                "beta^t that DeepSpeedCPUAdam keeps in C++, or at what your own code keeps between steps"
             )
         return lines
 
@@ -176,14 +177,14 @@ def compare_digests(moment: str, expected: Sequence[Digests], found: Sequence[Di
     for kind in sorted(kinds, key=_order):
         wrong: list[tuple[int, str, str, str]] = []
         total = 0
-        for rank in range(max(len(expected), len(found))):
-            want = _places(expected, rank, kind)
-            have = _places(found, rank, kind)
+        for number in range(max(len(expected), len(found))):
+            want = _places(expected, number, kind)
+            have = _places(found, number, kind)
             for place in {**want, **have}:
                 total += 1
                 pair = want.get(place, ABSENT), have.get(place, ABSENT)
                 if pair[0] != pair[1]:
-                    wrong.append((rank, place, *pair))
+                    wrong.append((number, place, *pair))
         if wrong:
             differences.append(Difference(moment, kind, len(wrong), total, *wrong[0]))
     return differences

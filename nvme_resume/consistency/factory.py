@@ -24,8 +24,9 @@ BUILT_IN = "nvme_resume.consistency.tiny_llama:build"
 class Workload(Protocol):
     """What a factory returns.
 
-    May also have ``optimizer_groups`` (a list of parameter groups) or ``parameters`` (parameters, or a function
-    that returns them) for the optimizer; without either, all of the model's trainable parameters are taken.
+    May also have ``optimizer_groups`` (a list of parameter groups) or ``parameters`` (parameters, or a
+    function that returns them) for the optimizer; without either, all of the model's trainable parameters are
+    taken.
 
     The model is called with one batch as keyword arguments; the loss is its result, the result's ``loss`` or
     ``["loss"]``, or the first of a tuple.
@@ -53,7 +54,10 @@ def split(name: str) -> tuple[str, str]:
     module, separator, function = name.partition(":")
     if not (module and separator and function):
         raise ConfigError(
-            "not a factory", expected="module:function", found=name, hint="for example --factory my_project.check:build"
+            "not a factory",
+            expected="module:function",
+            found=name,
+            hint="for example --factory my_project.check:build",
         )
     return module, function
 
@@ -74,4 +78,3 @@ def optimizer_parameters(workload: Workload) -> list[Any]:
     if given is not None:
         return list(given() if callable(given) else given)
     return [p for p in workload.model.parameters() if p.requires_grad]
-

@@ -85,6 +85,7 @@ def environment() -> dict[str, str]:
     env["OMP_NUM_THREADS"] = "1"
     env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
+    env.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # hundreds, from DeepSpeed; they hide the rest
     return env
 
 
@@ -93,8 +94,8 @@ def run(
 ) -> list[list[dict[str, Any]]]:
     """Run one phase; the events of every rank.
 
-    Raises WorkerError when a process ends early, PeerError when no rank makes progress for ``timeout`` seconds.
-    No process outlives this call.
+    Raises WorkerError when a process ends early, PeerError when no rank makes progress for ``timeout``
+    seconds.  No process outlives this call.
     """
     path = order.write()
     env = environment() | {
@@ -126,7 +127,9 @@ def run(
 def _watch(order: Spec, workers: list[Rank], timeout: float, on_step: Callable[[int], None]) -> None:
     shown = 0
     while True:
-        codes = [worker.process.poll() for worker in workers]  # before listening: a finished rank is heard out
+        codes = [
+            worker.process.poll() for worker in workers
+        ]  # before listening: a finished rank is heard out
         for worker in workers:
             worker.listen()
         if any(codes):
@@ -167,7 +170,8 @@ def _silent(order: Spec, workers: list[Rank], timeout: float) -> PeerError:
         f"{Path(order.folder).name}, last sign of life: {last}{tails}",
         rank=silent[0].rank,
         path=str(order.log(silent[0].rank)),
-        hint=_stale_lock() or "read the log; a first start compiles DeepSpeed's operators, give it a longer --timeout",
+        hint=_stale_lock()
+        or "read the log; a first start compiles DeepSpeed's operators, give it a longer --timeout",
     )
 
 

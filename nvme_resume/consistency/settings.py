@@ -13,7 +13,7 @@ from nvme_resume import config as options
 from nvme_resume.consistency import factory
 from nvme_resume.errors import ConfigError
 
-# Values for the "auto" that Hugging Face's Trainer would fill in; any other "auto" is left to DeepSpeed's default.
+# Values for the "auto" that Hugging Face's Trainer would fill in; other "auto" become DeepSpeed's default.
 _AUTO: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 2,
@@ -64,11 +64,17 @@ class Settings:
         if self.tolerance is not None and not self.tolerance >= 0:
             raise ConfigError("a tolerance is a distance", expected=">= 0", found=self.tolerance)
         if self.keep_nvme_path and self.nvme_path is not None:
-            raise ConfigError("--nvme-path and --keep-nvme-path exclude each other", hint="leave one of them out")
+            raise ConfigError(
+                "--nvme-path and --keep-nvme-path exclude each other", hint="leave one of them out"
+            )
         if self.keep_nvme_path and self.config is None:
-            raise ConfigError("--keep-nvme-path needs a configuration that names one", hint="add --config PATH")
+            raise ConfigError(
+                "--keep-nvme-path needs a configuration that names one", hint="add --config PATH"
+            )
         if self.out.exists() and any(self.out.iterdir()):
-            raise ConfigError("the work folder is not empty", path=str(self.out), hint="name a new one with --out")
+            raise ConfigError(
+                "the work folder is not empty", path=str(self.out), hint="name a new one with --out"
+            )
         factory.split(self.factory)
 
 
@@ -87,6 +93,12 @@ def base_config(settings: Settings) -> dict[str, Any]:
             path=None if settings.config is None else str(settings.config),
             expected='"zero_optimization": {"stage": 3, ...}',
             hint="give the configuration of the run that you want to resume",
+        )
+    if "optimizer" not in found:
+        raise ConfigError(
+            'the configuration has no "optimizer"',
+            path=str(settings.config),
+            hint='add the one your training builds, for example "optimizer": {"type": "AdamW", "params": {}}',
         )
     _fill_auto(found, "")
     # One of the three sizes follows from the others, and --ranks need not be the number the user trains on.

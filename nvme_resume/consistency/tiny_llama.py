@@ -1,7 +1,7 @@
 """The built-in workload: a random Llama of two million parameters, dropout on, data made on the spot.
 
-Nothing is downloaded.  Dropout makes the losses depend on the random state, the tiny group without weight decay
-stays below the size that DeepSpeed swaps, and both must come back for the losses to match.
+Nothing is downloaded.  Dropout makes the losses depend on the random state, the tiny group without weight
+decay stays below the size that DeepSpeed swaps, and both must come back for the losses to match.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class TinyLlama:
         self.model.train()
         decay = [p for p in self.model.parameters() if p.ndim > 1]
         no_decay = [p for p in self.model.parameters() if p.ndim <= 1]
+        for scale in no_decay:  # norms start at one whatever the seed: a loss of them would go unseen
+            scale.data.add_(torch.randn_like(scale), alpha=0.05)
         self.optimizer_groups = [{"params": decay}, {"params": no_decay, "weight_decay": 0.0}]
 
     def batches(self, step: int) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """One rank of one phase: ``python -m nvme_resume.consistency.worker spec.json``.
 
-Started by ``launch`` with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.  Plain DeepSpeed unless
-the order says otherwise: runs (a) and (c) never import the extension's engine.
+Started by ``launch`` with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.  Plain DeepSpeed
+unless the order says otherwise: runs (a) and (c) never import the extension's engine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Worker:
         self.workload = factory.load(spec.factory)(rank, world_size, spec.seed)
         self.engine = self._engine()
         self.accumulation = int(self.engine.gradient_accumulation_steps())
-        _seed(spec.seed * 1_000_003 + rank)  # dropout differs between ranks, and from the time before the save
+        _seed(
+            spec.seed * 1_000_003 + rank
+        )  # dropout differs between ranks, and from the time before the save
         self._tell(READY)
 
     def run(self) -> None:
@@ -115,7 +117,7 @@ def _loss(result: Any) -> torch.Tensor:
 
 def _seed(seed: int) -> None:
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - the global state is what a training loop draws from
+    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 

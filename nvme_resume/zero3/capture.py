@@ -220,8 +220,13 @@ def settings(engine: Any) -> dict[str, Scalar]:
         "optimizer": type(optimizer.optimizer).__name__,
         "dtype": layout_of.dtype_name(optimizer.dtype),
         "sub_group_size": int(zero.sub_group_size),
-        "offload_optimizer": str(zero.offload_optimizer.device.value) if zero.offload_optimizer else "none",
-        "offload_param": str(zero.offload_param.device.value) if zero.offload_param else "none",
+        "offload_optimizer": _device(zero.offload_optimizer),
+        "offload_param": _device(zero.offload_param),
         "aio_block_size": int(engine._config.aio_config["block_size"]),
         "aio_intra_op_parallelism": int(engine._config.aio_config["intra_op_parallelism"]),
     }
+
+
+def _device(offload: Any) -> str:
+    """``nvme`` for an offload section of DeepSpeed's configuration."""
+    return "none" if offload is None else str(getattr(offload.device, "value", offload.device))

@@ -1,11 +1,12 @@
 """Fingerprints of one rank's training state, to tell two runs apart by kind and by place.
 
-Read only: swapped tensors come in through the optimizer's own swapper and its buffers are given back without a
-write, so training goes on as if nobody had looked.  No collectives here: each rank speaks for its own partition.
+Read only: swapped tensors come in through the optimizer's own swapper and its buffers are given back without
+a write, so training goes on as if nobody had looked.  No collectives here: each rank speaks for its own
+partition.
 
 A value is the XXH3-128 (hex) of the exact bytes, or the plain text of a small value (a step count, a learning
-rate), which says more when it differs.  Padding is left out: DeepSpeed pads the last rank's partitions with memory
-it never sets (0.19.8, ``partition_parameters.py::_partition_param``), different in every process.
+rate), which says more when it differs.  Padding is left out: DeepSpeed pads the last rank's partitions with
+memory it never sets (0.19.8, ``partition_parameters.py::_partition_param``), different in every process.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from nvme_resume.zero3 import layout_of, quiesce, rng
 
 ABSENT = "absent"
-MASTER, PARAM16, STEP, LR, HYPER, SCALER, RNG = "master", "param16", "step", "lr", "hyper", "loss_scaler", "rng"
-BUFFER = "buffer"
+MASTER, PARAM16, BUFFER = "master", "param16", "buffer"
+STEP, LR, HYPER, SCALER, RNG = "step", "lr", "hyper", "loss_scaler", "rng"
 
 Digests = dict[str, dict[str, str]]
 
@@ -50,7 +51,7 @@ def of_tensor(*pieces: torch.Tensor) -> str:
     """XXH3-128 of the bytes of a tensor, or of several end to end."""
     hasher = xxhash.xxh3_128()
     for piece in pieces:
-        hasher.update(_bytes(piece).cpu().numpy())
+        hasher.update(_bytes(piece).cpu().numpy().data)
     return hasher.hexdigest()
 
 
@@ -63,7 +64,7 @@ def of_value(value: Any) -> str:
     if torch.is_tensor(value):
         return str(value.item()) if value.numel() == 1 else of_tensor(value)
     text = repr(value) if isinstance(value, float) else json.dumps(value, sort_keys=True, default=str)
-    return text if len(text) <= 60 else xxhash.xxh3_128_hexdigest(text)
+    return text if len(text) <= 60 else xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def _sub_groups(engine: Any) -> Digests:
@@ -96,8 +97,9 @@ def _sub_groups(engine: Any) -> Digests:
 
 def _real_numel(optimizer: Any, param: Any) -> int:
     """Elements of this rank's partition that belong to the parameter; the rest is padding."""
-    start = optimizer._get_param_partition_rank(param) * param.ds_tensor.ds_numel
-    return max(0, min(int(param.ds_tensor.ds_numel), int(param.ds_numel) - start))
+    held = int(param.ds_tensor.ds_numel)
+    start = int(optimizer._get_param_partition_rank(param)) * held
+    return max(0, min(held, int(param.ds_numel) - start))
 
 
 def _tensors(optimizer: Any, index: int) -> Iterator[tuple[str, Any]]:
@@ -129,7 +131,7 @@ def _weight(engine: Any, param: Any) -> str:
     try:
         mine = param.ds_tensor.detach().reshape(-1)[:numel]
         digest = of_tensor(mine)
-        # Small parameters stay gathered between steps: the next forward pass uses that copy, not the partition.
+        # Small parameters stay gathered between steps: the next forward pass uses that copy.
         if param.ds_status is ZeroParamStatus.AVAILABLE:
             start = optimizer._get_param_partition_rank(param) * param.ds_tensor.ds_numel
             gathered = param.detach().reshape(-1)[start : start + numel]
@@ -155,7 +157,8 @@ def _counters(engine: Any) -> dict[str, str]:
 
 
 def _learning_rates(engine: Any) -> dict[str, str]:
-    found = {f"group {i}": of_value(g.get("lr")) for i, g in enumerate(engine.optimizer.optimizer.param_groups)}
+    groups = engine.optimizer.optimizer.param_groups
+    found = {f"group {i}": of_value(group.get("lr")) for i, group in enumerate(groups)}
     if engine.lr_scheduler is not None:
         found["scheduler"] = of_value(engine.lr_scheduler.state_dict())
     return found

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from native_reference import CHUNK, check, content, job, run, write
 
 from nvme_resume import _native
+from tests.native.reference import CHUNK, check, content, job, run, write
 
 BLOCKS = [4096, 1 << 20, CHUNK, 2 * CHUNK]
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from native_reference import CHUNK, content, job, run, write
 
 from nvme_resume import _native
+from tests.native.reference import CHUNK, content, job, run, write
 
 
 def test_public_names_are_those_of_the_stub() -> None:

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from native_reference import CHUNK, check, content, job, run, write
 
 from nvme_resume import _native
+from tests.native.reference import CHUNK, check, content, job, run, write
 
 DATA = content(2 * CHUNK + 4097)
 EVERY = 0

@@ -8,9 +8,9 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from native_reference import CHUNK, check, content, job, run, write
 
 from nvme_resume import _native
+from tests.native.reference import CHUNK, check, content, job, run, write
 
 
 def test_chunk_size_is_part_of_the_format() -> None:

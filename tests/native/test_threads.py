@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from native_reference import CHUNK, check, content, job, run, write
 
 from nvme_resume import _native
+from tests.native.reference import CHUNK, check, content, job, run, write
 
 
 def cancel_when(transfer: _native.Transfer, condition: Callable[[], bool]) -> None:

@@ -1,0 +1,155 @@
+"""Run ``tests.training`` in fresh processes, one a rank, and compare runs bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+DEFAULTS: dict[str, Any] = {
+    "mode": "ours",
+    "seed": 1,
+    "dtype": "bf16",
+    "accumulation": 1,
+    "clipping": 0.0,
+    "offload_optimizer": "nvme",
+    "offload_param": "none",
+    "pipelined": False,
+    "optimizer": "AdamW",
+    "two_groups": True,
+    "lora": False,
+    "zero_init": False,
+    "persistence": 100_000,
+    "sub_group_size": 500_000,
+    "block_size": 1 << 20,
+    "intra_op_parallelism": 1,
+    "layers": 3,
+    "optimizer_from_code": False,
+    "nvme_checkpoint": True,
+    "load": None,
+    "saves": [],
+    "until": 0,
+    "corrupt_rng_after_load": False,
+    "skip_final_digest": False,
+}
+
+
+@dataclass
+class Run:
+    """What the ranks of one run reported."""
+
+    ranks: list[dict[str, Any]]
+    codes: list[int]
+    log: str
+
+    @property
+    def errors(self) -> list[dict[str, Any]]:
+        return [r["error"] for r in self.ranks if "error" in r]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run(tmp: Path, name: str, ranks: int = 1, *, check: bool = True, env: dict[str, str] | None = None, **case: Any) -> Run:
+    """One run of the training program in ``ranks`` fresh processes."""
+    unknown = case.keys() - DEFAULTS.keys()
+    assert not unknown, unknown
+    full = {**DEFAULTS, "nvme_path": str(tmp / f"nvme-{name}"), "out": str(tmp / f"out-{name}"), **case}
+    if "nvme_path_override" in case:
+        full["nvme_path"] = case["nvme_path_override"]
+    path = tmp / f"case-{name}.json"
+    path.write_text(json.dumps(full))
+    port = free_port()
+    processes = []
+    for rank in range(ranks):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONWARNINGS": "ignore::FutureWarning",
+            **(env or {}),
+        }
+        log = (tmp / f"log-{name}.{rank}.txt").open("wb")
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.training", str(path)],
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        )
+        log.close()
+    codes = []
+    try:
+        for process in processes:
+            codes.append(process.wait(timeout=500))
+    finally:
+        for process in processes:
+            process.kill()
+    logs = "\n".join((tmp / f"log-{name}.{r}.txt").read_text(errors="replace")[-4000:] for r in range(ranks))
+    reports = []
+    for rank in range(ranks):
+        out = tmp / f"out-{name}.{rank}.json"
+        reports.append(json.loads(out.read_text()) if out.is_file() else {"error": {"type": "died", "text": logs}})
+    if check:
+        assert codes == [0] * ranks, f"{name}: exit codes {codes}\n{logs}"
+    return Run(reports, codes, logs)
+
+
+def differences(one: Any, other: Any, path: str = "") -> list[str]:
+    """Places where two digest trees differ."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        found = []
+        for key in sorted(one.keys() | other.keys()):
+            found += differences(one.get(key, "missing"), other.get(key, "missing"), f"{path}/{key}")
+        return found
+    return [] if one == other else [f"{path}: {one} != {other}"]
+
+
+def assert_equal_resume(tmp: Path, ranks: int = 1, *, save_at: int = 5, steps: int = 10, first: str = "ours", **case: Any) -> None:
+    """Uninterrupted run, then stop and resume in fresh processes with another model seed: all bits equal.
+
+    ``first``: who saves (``"stock"``: plain DeepSpeed).  Numbers count micro batches.
+    """
+    checkpoint = str(tmp / "ck")
+    with ThreadPoolExecutor() as pool:
+        future = pool.submit(
+            run,
+            tmp,
+            "whole",
+            ranks,
+            **{**case, "mode": "stock"},
+            until=steps,
+            saves=[{"at": save_at, "dir": None, "digest": True}],
+        )
+        run(tmp, "first", ranks, **{**case, "mode": first}, until=save_at, saves=[{"at": save_at, "dir": checkpoint}])
+        whole = future.result()
+    resumed = run(tmp, "resumed", ranks, **case, seed=77, until=steps, load=checkpoint)
+    for rank in range(ranks):
+        expected, found = whole.ranks[rank], resumed.ranks[rank]
+        assert found["start"] == save_at
+        ignore = set() if first == "ours" else {"rng"}
+        saved = {k: v for k, v in expected["saved"][0].items() if k not in ignore}
+        loaded = {k: v for k, v in found["loaded"].items() if k not in ignore}
+        assert differences(saved, loaded) == [], f"rank {rank}: state after loading"
+        if first == "ours":
+            assert found["losses"] == expected["losses"][save_at:], f"rank {rank}: losses"
+            assert differences(expected["final"], found["final"]) == [], f"rank {rank}: final state"
