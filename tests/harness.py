@@ -39,6 +39,8 @@ DEFAULTS: dict[str, Any] = {
     "until": 0,
     "corrupt_rng_after_load": False,
     "skip_final_digest": False,
+    "buffers": 0,
+    "failing_loads": [],
 }
 
 

@@ -59,7 +59,7 @@ def ds_config(case: dict[str, Any]) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": case["offload_optimizer"], "pin_memory": False}
         if case["offload_optimizer"] == "nvme":
             zero["offload_optimizer"] |= nvme | {
-                "buffer_count": 12 if case["pipelined"] else 5,
+                "buffer_count": case["buffers"] or (12 if case["pipelined"] else 5),
                 "pipeline_read": case["pipelined"],
                 "pipeline_write": case["pipelined"],
             }
@@ -161,6 +161,18 @@ def digests(engine: Any) -> Any:
     return found
 
 
+def failing_load(engine: Any, load: dict[str, Any]) -> dict[str, Any]:
+    """A load that must fail: what it said, and whether engine and swap folder stayed as they were."""
+    from nvme_resume import NvmeResumeError
+
+    before = digests(engine)
+    try:
+        engine.load_checkpoint(load["dir"], tag=load.get("tag"))
+    except NvmeResumeError as error:
+        return {"type": type(error).__name__, "text": str(error), "untouched": digests(engine) == before}
+    return {"type": "none", "text": "no error", "untouched": False}
+
+
 def train(case: dict[str, Any], engine: Any, rank: int, start: int, until: int) -> list[str]:
     """Micro batches ``start`` to ``until``; losses as hexadecimal floats."""
     losses = []
@@ -183,6 +195,7 @@ def main(path: str) -> None:
     try:
         engine = make_engine(case)
         start = 0
+        result["failures"] = [failing_load(engine, load) for load in case["failing_loads"]]
         if case["load"]:
             load = case["load"]
             tags = load if isinstance(load, dict) else {"dir": load}

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from nvme_resume.consistency.compare import Run, Verdict
 from nvme_resume.consistency.spec import AT_END, AT_SAVE
+from nvme_resume.version import __version__
 
 FORMAT = 1
 
@@ -106,8 +107,8 @@ class Report:
             cells += [_ulp(verdict.ulp[step]) for verdict in self.verdicts.values()]
             table.add_row(*cells, end_section=step == self.save_at)
         table.caption = (
-            f"Saved after step {self.save_at}. Losses are means over ranks and micro batches; ULP is the largest "
-            "distance of any single one of them, counted in float32 values."
+            f"Saved after step {self.save_at}. Losses are means over ranks and micro batches; ULP is the "
+            "largest distance of any single one of them, counted in float32 values."
         )
         table.caption_justify = "left"
         return table
@@ -115,8 +116,8 @@ class Report:
 
 def versions() -> dict[str, str]:
     """Versions of all that computes."""
-    found = {"python": platform.python_version()}
-    for name in ("nvme-resume", "deepspeed", "torch", "transformers", "numpy"):
+    found = {"nvme_resume": __version__, "python": platform.python_version()}
+    for name in ("deepspeed", "torch", "transformers", "numpy"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -134,7 +135,8 @@ def _show_verdict(console: Console, key: str, verdict: Verdict, tolerance: float
     name = f"({key}) {verdict.run}"
     if key == "b" and tolerance is not None:
         console.print(
-            f"[bold yellow]NOT AN EXACT CHECK:[/] losses may be {tolerance:g} apart, state and data are not judged."
+            f"[bold yellow]NOT AN EXACT CHECK:[/] losses may be {tolerance:g} apart, "
+            "state and data are not judged."
         )
         word = "[yellow]within[/]" if verdict.within(tolerance) else "[red]NOT within[/]"
         console.print(f"{name}: {word} the tolerance, largest difference of a loss {verdict.largest:g}")

@@ -60,7 +60,7 @@ def test_no_jobs() -> None:
     assert run() == []
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     length=st.integers(0, CHUNK + 70_000) | st.integers(0, 9000),
     src_offset=st.integers(0, 9000) | st.sampled_from([0, 512, 4096, 8192]),
@@ -95,7 +95,7 @@ def test_any_range(
 ranges = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 20_000)), min_size=1, max_size=12)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ranges=ranges, old_length=st.integers(0, 60_000), aligned=st.booleans(), data=st.data())
 def test_many_ranges_into_one_file(
     disk: Path,

@@ -1,0 +1,59 @@
+"""Resumed runs equal uninterrupted ones to the last bit: losses, weights, every state tensor, steps, random states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import harness
+
+TWO_RANKS = {"layers": 3, "sub_group_size": 300_000}
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "adamw-bf16-clipping-accumulation": (1, {"accumulation": 2, "clipping": 1.0}),
+    "adam-fp32-pipelined-two-ranks": (2, {"dtype": "fp32", "pipelined": True, "optimizer": "Adam", **TWO_RANKS}),
+    "lion-lora-frozen-and-params-on-nvme": (
+        1,
+        {"optimizer": "Lion", "lora": True, "offload_param": "nvme", "zero_init": True, "persistence": 0},
+    ),
+    "muon-two-ranks": (2, {"optimizer": "Muon", **TWO_RANKS}),
+    "cpu-offload-keeps-hidden-beta-products": (1, {"offload_optimizer": "cpu", "dtype": "fp32"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_resume_equals_the_uninterrupted_run(tmp_path: Path, name: str) -> None:
+    ranks, case = CASES[name]
+    scale = case.get("accumulation", 1)
+    harness.assert_equal_resume(tmp_path, ranks, save_at=5 * scale, steps=10 * scale, **case)
+
+
+@pytest.mark.parametrize("save_at", [0, 1])
+def test_save_before_and_after_the_first_step(tmp_path: Path, save_at: int) -> None:
+    harness.assert_equal_resume(tmp_path, 1, save_at=save_at, steps=save_at + 5, dtype="fp32")
+
+
+def test_save_inside_an_accumulation_window_keeps_its_gradients(tmp_path: Path) -> None:
+    """Five micro batches of windows of two: the third window is open (stock drops its gradient)."""
+    harness.assert_equal_resume(tmp_path, 2, save_at=5, steps=12, accumulation=2, dtype="fp32", **TWO_RANKS)
+
+
+def test_checkpoint_of_plain_deepspeed_resumes_exactly(tmp_path: Path) -> None:
+    """Master weights, moments, steps, tiny sub-groups; its random states were never saved."""
+    harness.assert_equal_resume(tmp_path, 2, first="stock", dtype="fp32", **TWO_RANKS)
+
+
+def test_running_past_a_checkpoint_saving_a_tag_again_and_resuming_twice(tmp_path: Path) -> None:
+    """Stock raises FileExistsError at the second save of a tag (cases C2, C3)."""
+    checkpoint = str(tmp_path / "ck")
+    save = {"dir": checkpoint, "tag": "same"}
+    whole = harness.run(tmp_path, "whole", mode="stock", until=9)
+    harness.run(tmp_path, "first", until=6, saves=[{"at": 3, **save}, {"at": 4, **save}, {"at": 6, "dir": checkpoint}])
+    second = harness.run(tmp_path, "second", seed=5, until=6, load={"dir": checkpoint, "tag": "same"}, saves=[{"at": 6, "dir": checkpoint}])
+    third = harness.run(tmp_path, "third", seed=6, until=9, load=checkpoint)
+    assert second.ranks[0]["start"] == 4
+    assert second.ranks[0]["losses"] == whole.ranks[0]["losses"][4:6]
+    assert third.ranks[0]["losses"] == whole.ranks[0]["losses"][6:]
+    assert sorted(p.name for p in (tmp_path / "ck").iterdir() if p.is_dir()) == ["global_step6", "same"]

@@ -1,0 +1,111 @@
+"""Publishing: complete or absent, whatever call fails."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nvme_resume import layout
+from nvme_resume.errors import ConfigError, NoCheckpointError
+from nvme_resume.storage import catalog, commit, records
+from nvme_resume.storage import disk as seam
+from tests.core.test_records import HEAD
+
+
+class FailingDisk(seam.Disk):
+    """Fails at the n-th call with an errno."""
+
+    CALLS = ("write", "sync_folder", "rename", "exchange", "remove_tree")
+
+    def __init__(self, fail_at: int, code: int) -> None:
+        self.calls = 0
+        self.fail_at = fail_at
+        self.code = code
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name not in FailingDisk.CALLS:
+            return found
+
+        def call(*args: Any) -> Any:
+            self.calls += 1
+            if self.calls == self.fail_at:
+                raise OSError(self.code, "injected", str(args[0]))
+            return found(*args)
+
+        return call
+
+
+def stage(save_dir: Path, content: str) -> str:
+    staging = layout.staging(HEAD.tag, HEAD.checkpoint_id)
+    folder = save_dir / staging / layout.RECORDS
+    folder.mkdir(parents=True)
+    (save_dir / staging / "data").write_text(content)
+    return staging
+
+
+def content(save_dir: Path) -> str | None:
+    tag = catalog.read_latest(save_dir)
+    if tag is None:
+        return None
+    folder = save_dir / tag
+    assert records.read_manifest(folder) == HEAD
+    return (folder / "data").read_text()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])
+def test_a_failure_at_any_call_leaves_the_old_or_the_new_checkpoint(tmp_path: Path, code: int) -> None:
+    fail_at = 0
+    while True:
+        fail_at += 1
+        save_dir = tmp_path / str(fail_at)
+        save_dir.mkdir()
+        commit.publish(save_dir, stage(save_dir, "old"), HEAD, save_latest=True)
+        staging = stage(save_dir, "new")
+        disk = FailingDisk(fail_at, code)
+        failed = False
+        with seam.replaced(disk):
+            try:
+                commit.publish(save_dir, staging, HEAD, save_latest=True)
+            except OSError as error:
+                assert error.errno == code
+                failed = True
+        assert content(save_dir) in ("old", "new")
+        if not failed:
+            assert content(save_dir) == "new"
+            assert catalog.leftovers(save_dir) == []
+            break
+    assert fail_at > 6
+
+
+def test_without_exchange_two_renames_do(tmp_path: Path) -> None:
+    class Plain(seam.Disk):
+        def exchange(self, one: Path, other: Path) -> bool:
+            return False
+
+    commit.publish(tmp_path, stage(tmp_path, "old"), HEAD, save_latest=True)
+    with seam.replaced(Plain()):
+        commit.publish(tmp_path, stage(tmp_path, "new"), HEAD, save_latest=True)
+    assert content(tmp_path) == "new"
+    assert catalog.leftovers(tmp_path) == []
+
+
+def test_latest_moves_only_when_asked(tmp_path: Path) -> None:
+    commit.publish(tmp_path, stage(tmp_path, "x"), HEAD, save_latest=False)
+    assert catalog.read_latest(tmp_path) is None
+    assert catalog.tags(tmp_path) == [HEAD.tag]
+
+
+def test_choice(tmp_path: Path) -> None:
+    assert catalog.choose(tmp_path, None) is None
+    with pytest.raises(NoCheckpointError, match="no such checkpoint"):
+        catalog.choose(tmp_path, "x")
+    with pytest.raises(ConfigError):
+        catalog.choose(tmp_path, "../x")
+    commit.publish(tmp_path, stage(tmp_path, "x"), HEAD, save_latest=True)
+    assert catalog.choose(tmp_path, None) == HEAD.tag
+    (tmp_path / "5").mkdir()
+    assert catalog.choose(tmp_path, 5) == "5"
