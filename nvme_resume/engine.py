@@ -117,8 +117,10 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         self._save_hidden_state(Path(save_dir) / name)
         return True
 
-    def _save(self, save_dir: Path, tag: str, client_state: dict[str, Any], latest: bool, no_frozen: bool) -> None:
-        peers, options = self._nvme_peers, self._nvme_options
+    def _save(
+        self, save_dir: Path, tag: str, client_state: dict[str, Any], latest: bool, no_frozen: bool
+    ) -> None:
+        peers = self._nvme_peers
         start = time.monotonic()
         proposals = peers.run(lambda: self._propose(save_dir, tag), "start of the save")
         peers.same((str(save_dir), tag), "save folder and tag")
@@ -130,10 +132,12 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         stock_loader.before(self)
         try:
             sizes = peers.run(
-                lambda: self._write_rank(save_dir, folder, checkpoint_id, tag, client_state, no_frozen), "save"
+                lambda: self._write_rank(save_dir, folder, checkpoint_id, tag, client_state, no_frozen),
+                "save",
             )
             entries = tuple(
-                RankEntry(rank=r, host=s["host"], record=s["record"], extras=s["extras"]) for r, s in enumerate(sizes)
+                RankEntry(rank=r, host=s["host"], record=s["record"], extras=s["extras"])
+                for r, s in enumerate(sizes)
             )
             head = Manifest(
                 checkpoint_id=checkpoint_id,
@@ -150,7 +154,10 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
                 ranks=entries,
             )
             publisher = self._publishes()
-            peers.run(lambda: publisher and bool(commit.publish(save_dir, staging, head, save_latest=latest)), "commit")
+            peers.run(
+                lambda: publisher and bool(commit.publish(save_dir, staging, head, save_latest=latest)),
+                "commit",
+            )
         except BaseException:
             if self._publishes():
                 commit.discard(save_dir, staging)
@@ -209,7 +216,9 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
                 found=f"{free >> 20} MiB",
                 hint="remove old checkpoints or save elsewhere",
             )
-        for parent in sorted({(folder / c.relative).parent for c in taken.copies} | {folder / layout.RECORDS}):
+        for parent in sorted(
+            {(folder / c.relative).parent for c in taken.copies} | {folder / layout.RECORDS}
+        ):
             disk.make_folder(parent)
         capture.write_stock_files(self, save_dir, folder.name, client_state, no_frozen)
         extras = capture.write_extras(
@@ -252,7 +261,9 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
             seam.current().make_folder(folder / layout.RECORDS)
             for name in (layout.extras(peers.rank), layout.extras_tensors(peers.rank)):
                 (folder / name).unlink(missing_ok=True)
-            extras = capture.write_extras(self, folder, checkpoint_id="deepspeed", rank=peers.rank, with_rng=options.rng)
+            extras = capture.write_extras(
+                self, folder, checkpoint_id="deepspeed", rank=peers.rank, with_rng=options.rng
+            )
             records.write(folder, layout.extras(peers.rank), extras)
 
         peers.run(write, "save of the hidden state")

@@ -120,4 +120,6 @@ def inside(folder: Path, relative: str) -> Path | None:
 
 def valid_tag(tag: str) -> bool:
     """A tag is one plain folder name that cannot be confused with our own temporary names."""
-    return bool(tag) and tag not in (".", "..") and "/" not in tag and "\0" not in tag and not is_leftover(tag)
+    return (
+        bool(tag) and tag not in (".", "..") and "/" not in tag and "\0" not in tag and not is_leftover(tag)
+    )

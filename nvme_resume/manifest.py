@@ -223,7 +223,9 @@ def decode(kind: type[R], data: bytes, path: str) -> R:
     nvme_resume wrote it.
     """
     if len(data) > MAX_RECORD_BYTES:
-        raise CorruptError("record is too large", path=path, expected=f"<= {MAX_RECORD_BYTES}", found=len(data))
+        raise CorruptError(
+            "record is too large", path=path, expected=f"<= {MAX_RECORD_BYTES}", found=len(data)
+        )
     try:
         envelope = json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
@@ -237,7 +239,11 @@ def decode(kind: type[R], data: bytes, path: str) -> R:
         raise CorruptError("bad format number", path=path, expected=f"1..{FORMAT}", found=version)
     if version > FORMAT:
         raise IncompatibleError(
-            "written by a newer nvme_resume", path=path, expected=f"<= {FORMAT}", found=version, hint="upgrade it"
+            "written by a newer nvme_resume",
+            path=path,
+            expected=f"<= {FORMAT}",
+            found=version,
+            hint="upgrade it",
         )
     digest = xxhash.xxh3_128_hexdigest(_canonical(envelope["body"]))
     if digest != envelope["digest"]:
@@ -253,7 +259,9 @@ def decode(kind: type[R], data: bytes, path: str) -> R:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise CorruptError(f"bad value in record at {where}: {first['msg']}", path=path, hint=_OLDER) from None
+        raise CorruptError(
+            f"bad value in record at {where}: {first['msg']}", path=path, hint=_OLDER
+        ) from None
 
 
 _OLDER = "load an older tag of the same folder by its name"

@@ -63,7 +63,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run(tmp: Path, name: str, ranks: int = 1, *, check: bool = True, env: dict[str, str] | None = None, **case: Any) -> Run:
+def run(
+    tmp: Path,
+    name: str,
+    ranks: int = 1,
+    *,
+    check: bool = True,
+    env: dict[str, str] | None = None,
+    **case: Any,
+) -> Run:
     """One run of the training program in ``ranks`` fresh processes."""
     unknown = case.keys() - DEFAULTS.keys()
     assert not unknown, unknown
@@ -110,7 +118,9 @@ def run(tmp: Path, name: str, ranks: int = 1, *, check: bool = True, env: dict[s
     reports = []
     for rank in range(ranks):
         out = tmp / f"out-{name}.{rank}.json"
-        reports.append(json.loads(out.read_text()) if out.is_file() else {"error": {"type": "died", "text": logs}})
+        reports.append(
+            json.loads(out.read_text()) if out.is_file() else {"error": {"type": "died", "text": logs}}
+        )
     if check:
         assert codes == [0] * ranks, f"{name}: exit codes {codes}\n{logs}"
     return Run(reports, codes, logs)
@@ -126,7 +136,9 @@ def differences(one: Any, other: Any, path: str = "") -> list[str]:
     return [] if one == other else [f"{path}: {one} != {other}"]
 
 
-def assert_equal_resume(tmp: Path, ranks: int = 1, *, save_at: int = 5, steps: int = 10, first: str = "ours", **case: Any) -> None:
+def assert_equal_resume(
+    tmp: Path, ranks: int = 1, *, save_at: int = 5, steps: int = 10, first: str = "ours", **case: Any
+) -> None:
     """Uninterrupted run, then stop and resume in fresh processes with another model seed: all bits equal.
 
     ``first``: who saves (``"stock"``: plain DeepSpeed).  Numbers count micro batches.
@@ -142,7 +154,14 @@ def assert_equal_resume(tmp: Path, ranks: int = 1, *, save_at: int = 5, steps: i
             until=steps,
             saves=[{"at": save_at, "dir": None, "digest": True}],
         )
-        run(tmp, "first", ranks, **{**case, "mode": first}, until=save_at, saves=[{"at": save_at, "dir": checkpoint}])
+        run(
+            tmp,
+            "first",
+            ranks,
+            **{**case, "mode": first},
+            until=save_at,
+            saves=[{"at": save_at, "dir": checkpoint}],
+        )
         whole = future.result()
     resumed = run(tmp, "resumed", ranks, **case, seed=77, until=steps, load=checkpoint)
     for rank in range(ranks):

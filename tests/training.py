@@ -122,7 +122,7 @@ def seed_all(seed: int) -> None:
     import torch
 
     random.seed(seed)
-    numpy.random.seed(seed)  # noqa: NPY002
+    numpy.random.seed(seed)
     torch.manual_seed(seed)
 
 
@@ -147,7 +147,11 @@ def make_engine(case: dict[str, Any]) -> Any:
         context = deepspeed.zero.Init(config_dict_or_path=config)
     with context:
         model = build_model(case)
-    arguments: dict[str, Any] = {"model": model, "config": config, "model_parameters": parameters(case, model)}
+    arguments: dict[str, Any] = {
+        "model": model,
+        "config": config,
+        "model_parameters": parameters(case, model),
+    }
     engine, *_ = deepspeed.initialize(**arguments)
     if case["mode"] == "ours":
         engine = NvmeResumeEngine.wrap(engine)
@@ -216,7 +220,10 @@ def main(path: str) -> None:
             position = save["at"]
             if save["dir"]:
                 engine.save_checkpoint(
-                    save["dir"], tag=save.get("tag"), client_state={"micro": position}, **save.get("options", {})
+                    save["dir"],
+                    tag=save.get("tag"),
+                    client_state={"micro": position},
+                    **save.get("options", {}),
                 )
                 result.setdefault("saved", []).append(digests(engine))
             elif save.get("digest"):

@@ -48,7 +48,9 @@ def read_rank(folder: Path, head: Manifest, rank: int) -> tuple[RankRecord, Seal
     """The three records of one rank, checked against the manifest and each other."""
     entry = next((e for e in head.ranks if e.rank == rank), None)
     if entry is None:
-        raise CorruptError("the manifest does not list this rank", rank=rank, path=str(folder / layout.manifest()))
+        raise CorruptError(
+            "the manifest does not list this rank", rank=rank, path=str(folder / layout.manifest())
+        )
     record = read(folder, layout.rank_record(rank), RankRecord)
     extras = read(folder, layout.extras(rank), Extras)
     seal = read(folder, layout.seal(rank), Seal)

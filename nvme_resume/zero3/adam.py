@@ -98,7 +98,9 @@ def restore(engine: Any, counters: tuple[AdamCounter, ...]) -> None:
             continue
         param, grad, first, second = (torch.zeros(1, dtype=torch.float32) for _ in range(4))
 
-        def call(step: int, beta1: float, beta2: float, adam: Any = adam, t: Any = (param, grad, first, second)) -> None:
+        def call(
+            step: int, beta1: float, beta2: float, adam: Any = adam, t: Any = (param, grad, first, second)
+        ) -> None:
             adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, beta1, beta2, 1.0, 0.0, True, *t)
 
         # Other betas first: whatever the object held, the next call takes the pow() branch at the anchor.

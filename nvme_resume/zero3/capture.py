@@ -43,7 +43,9 @@ class Captured:
     copies: tuple[SwapCopy, ...]
 
 
-def capture(engine: Any, *, checkpoint_id: str, tag: str, rank: int, world_size: int, frozen: bool) -> Captured:
+def capture(
+    engine: Any, *, checkpoint_id: str, tag: str, rank: int, world_size: int, frozen: bool
+) -> Captured:
     """Describe this rank's state; reads no bulk data.  ``frozen``: include frozen parameters."""
     optimizer = engine.optimizer
     copies: list[SwapCopy] = []

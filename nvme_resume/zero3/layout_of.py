@@ -19,7 +19,7 @@ def dtype_of(name: str) -> torch.dtype:
     """The torch dtype of a record's name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"not a dtype: {name!r}")
+        raise TypeError(f"not a dtype: {name!r}")
     return dtype
 
 
@@ -82,7 +82,9 @@ def state_indices(engine: Any) -> list[int]:
     torch numbers parameters group by group; DeepSpeed appends each sub-group to its group in sub-group order
     (``stage3.py::_set_fp32_optimizer_param_groups``).
     """
-    owners = [int(engine.optimizer.sub_group_to_group_id[i]) for i in range(len(engine.optimizer.fp16_groups))]
+    owners = [
+        int(engine.optimizer.sub_group_to_group_id[i]) for i in range(len(engine.optimizer.fp16_groups))
+    ]
     return packed_indices(owners)
 
 

@@ -29,7 +29,9 @@ def load(path: Path) -> dict[str, Any]:
         with torch.serialization.safe_globals(_ALLOWED):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
-        raise CorruptError("file of the checkpoint is missing", path=str(path), hint="load an older tag") from None
+        raise CorruptError(
+            "file of the checkpoint is missing", path=str(path), hint="load an older tag"
+        ) from None
     except Exception as error:
         raise CorruptError(
             f"cannot be read safely: {str(error).splitlines()[0]}",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import ASYNC_SWAP_OUT, PipelinedOptimizerSwapper
+from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import (
+    ASYNC_SWAP_OUT,
+    PipelinedOptimizerSwapper,
+)
 
 from nvme_resume.errors import UnsupportedError
 from nvme_resume.manifest import Accumulation

@@ -48,7 +48,9 @@ class Wanted:
 class Restore:
     """One load on one rank."""
 
-    def __init__(self, engine: Any, folder: Path, options: Options, rank: int, world_size: int, wanted: Wanted) -> None:
+    def __init__(
+        self, engine: Any, folder: Path, options: Options, rank: int, world_size: int, wanted: Wanted
+    ) -> None:
         self.engine = engine
         self.options = options
         self.rank = rank
@@ -75,9 +77,7 @@ class Restore:
     def _prepare(self, *, show: bool) -> None:
         record = self.checkpoint.record(self.saved_rank)
         present = layout_of.describe(self.engine, self.rank, self.world_size)
-        compat.check(
-            record, present, weights_only=self.wanted.weights_only, partial_frozen=not record.frozen
-        )
+        compat.check(record, present, weights_only=self.wanted.weights_only, partial_frozen=not record.frozen)
         self._check_model_file(record)
         if not self.wanted.weights_only:
             self._check_hyperparameters(record)
@@ -342,7 +342,7 @@ class Restore:
     def _adam_counters(self, extras: Extras | None) -> tuple[Any, ...]:
         if extras is not None:
             return extras.adam
-        steps = [int(s.scalars["step"]) for s in self.sources if isinstance(s.scalars.get("step"), int)]
+        steps = [step for s in self.sources if isinstance(step := s.scalars.get("step"), int)]
         return adam.unbroken(self.engine, max(steps)) if steps else ()
 
     def _restore_frozen(self) -> None:

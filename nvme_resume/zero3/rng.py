@@ -20,7 +20,7 @@ _TORCH, _ACCELERATOR, _TRACKER = "rng.torch", "rng.accelerator", "rng.tracker."
 def capture() -> tuple[list[Any], dict[str, Any], dict[str, torch.Tensor]]:
     """(python state, numpy state, byte tensors); every value is JSON or a uint8 CPU tensor."""
     version, words, gauss = random.getstate()
-    numpy_state: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - the global state is what users draw from
+    numpy_state: Any = np.random.get_state(legacy=False)
     tensors = {_TORCH: torch.get_rng_state().clone()}
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
@@ -43,7 +43,7 @@ def capture() -> tuple[list[Any], dict[str, Any], dict[str, torch.Tensor]]:
 def restore(python: list[Any], numpy_state: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
     """Set all random states of this process to what ``capture`` returned."""
     random.setstate((python[0], tuple(python[1]), python[2]))
-    np.random.set_state(  # noqa: NPY002
+    np.random.set_state(
         {
             "bit_generator": numpy_state["bit_generator"],
             "state": {"key": np.array(numpy_state["key"], dtype=np.uint32), "pos": numpy_state["pos"]},

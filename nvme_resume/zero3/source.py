@@ -33,7 +33,10 @@ class Checkpoint:
             self.head = records.read_manifest(folder)
             if self.head.tag != folder.name:
                 raise CorruptError(
-                    "this folder holds another tag", path=str(folder), expected=folder.name, found=self.head.tag
+                    "this folder holds another tag",
+                    path=str(folder),
+                    expected=folder.name,
+                    found=self.head.tag,
                 )
             self.world_size = self.head.world_size
         else:

@@ -6,7 +6,6 @@ filesystem, so the second half is a rename for each file); their hashes are take
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,9 @@ def swaps_to_file(engine: Any, sub_group: int, key: str) -> bool:
     """Does this engine keep tensor ``key`` of the sub-group in a swap file?"""
     optimizer = engine.optimizer
     in_memory = getattr(optimizer, "use_muon", False) and optimizer.save_muon_momentum_buffer_in_memory
-    return bool(optimizer._swappable_optimizer_subgroup(sub_group)) and not (key == "momentum_buffer" and in_memory)
+    return bool(optimizer._swappable_optimizer_subgroup(sub_group)) and not (
+        key == "momentum_buffer" and in_memory
+    )
 
 
 def swap_file(engine: Any, sub_group: int, key: str) -> Path:
@@ -142,7 +143,11 @@ class Stager:
     def stage_param_file(self, rank: int, relative: str, public: Path) -> None:
         """A frozen parameter's partition, file to file."""
         self._whole.append(
-            (Copy(self.checkpoint.path(rank, relative), self.staged.add(public, self.load_id)), rank, relative)
+            (
+                Copy(self.checkpoint.path(rank, relative), self.staged.add(public, self.load_id)),
+                rank,
+                relative,
+            )
         )
 
     def _use(self, rank: int, tensor: TensorRecord) -> Path:
@@ -198,6 +203,5 @@ def clean_leftovers(engine: Any) -> None:
     swapper = getattr(engine.optimizer, "optimizer_swapper", None)
     folder = None if swapper is None else Path(swapper.swap_folder)
     if folder is not None and folder.is_dir():
-        for name in os.listdir(folder):
-            if name.startswith(layout.INCOMING_PREFIX):
-                seam.current().remove_tree(folder / name)
+        for path in folder.glob(f"{layout.INCOMING_PREFIX}*"):
+            seam.current().remove_tree(path)

@@ -52,17 +52,26 @@ def synthesize(folder: Path, rank: int, engine: Any) -> RankRecord:
     model_path = folder / layout.model_states(rank)
     model = pt_files.load(model_path)
     optim_name = next(
-        (n for n in (layout.optim_states(rank, True), layout.optim_states(rank, False)) if (folder / n).is_file()),
+        (
+            n
+            for n in (layout.optim_states(rank, True), layout.optim_states(rank, False))
+            if (folder / n).is_file()
+        ),
         None,
     )
     if optim_name is None:
         raise CorruptError(
-            "optimizer file is missing", rank=rank, tag=folder.name, path=str(folder / layout.optim_states(rank, False))
+            "optimizer file is missing",
+            rank=rank,
+            tag=folder.name,
+            path=str(folder / layout.optim_states(rank, False)),
         )
     optim = pt_files.OptimFile(folder / optim_name)
     shapes = model.get(PARAM_SHAPES)
     if not isinstance(shapes, list) or len(shapes) != len(optim.masters):
-        raise CorruptError("model and optimizer file disagree on the sub-groups", rank=rank, path=str(model_path))
+        raise CorruptError(
+            "model and optimizer file disagree on the sub-groups", rank=rank, path=str(model_path)
+        )
     world = int(model["dp_world_size"])
     owner = {i: g for g, group in enumerate(optim.param_groups) for i in group["params"]}
     numels = [sum(plan.partition_numel(s.numel(), world) for s in group.values()) for group in shapes]
@@ -70,7 +79,9 @@ def synthesize(folder: Path, rank: int, engine: Any) -> RankRecord:
     element = optim.masters[0].element_size()
     dtype = layout_of.dtype_name(optim.masters[0].dtype)
     files = (
-        _match_files(folder, rank, world, optim, {i: list(shapes[i]) for i in swapped}, numels, element, engine)
+        _match_files(
+            folder, rank, world, optim, {i: list(shapes[i]) for i in swapped}, numels, element, engine
+        )
         if swapped
         else {}
     )
@@ -159,7 +170,9 @@ def synthesize(folder: Path, rank: int, engine: Any) -> RankRecord:
         tag=folder.name,
         rank=rank,
         world_size=world,
-        optimizer=type(engine.optimizer.optimizer).__name__,  # not recorded by DeepSpeed; state keys are checked
+        optimizer=type(
+            engine.optimizer.optimizer
+        ).__name__,  # not recorded by DeepSpeed; state keys are checked
         master_dtype=dtype,
         optim_file=optim_name,
         model_file=model_path.name,
@@ -234,7 +247,8 @@ def _match_files(
         )
     shift = sets[0]
     return {
-        i: f"{relative}/{{key}}{first + shift}_{last + shift}.tensor.swp" for i, (first, last) in wanted.items()
+        i: f"{relative}/{{key}}{first + shift}_{last + shift}.tensor.swp"
+        for i, (first, last) in wanted.items()
     }
 
 

@@ -28,7 +28,9 @@ class StockOverrides:
             checkpoint = {k: v for k, v in checkpoint.items() if k != FROZEN_PARAM_FRAGMENTS}
         return super().load_module_state_dict(checkpoint, *args, **kwargs)  # type: ignore[misc]
 
-    def _get_ckpt_name(self, checkpoints_path: Any, tag: Any, mp_placeholder: Any = None, pp_placeholder: Any = None) -> Any:
+    def _get_ckpt_name(
+        self, checkpoints_path: Any, tag: Any, mp_placeholder: Any = None, pp_placeholder: Any = None
+    ) -> Any:
         saved_rank = getattr(self, _ACTIVE, None)
         if saved_rank is not None and pp_placeholder is None:
             pp_placeholder = str(saved_rank)

@@ -41,7 +41,9 @@ def is_zero3(engine: Any) -> bool:
 def uses_nvme(engine: Any) -> bool:
     """True when optimizer state or parameters of this engine live in swap files."""
     optimizer = engine.optimizer
-    return bool(getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False))
+    return bool(
+        getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False)
+    )
 
 
 def refuse_unsupported(engine: Any) -> None:
@@ -57,7 +59,9 @@ def refuse_unsupported(engine: Any) -> None:
             hint='switch "super_offload" off, or leave "nvme_checkpoint" out',
         )
     if getattr(optimizer, "zenflow", False):
-        raise UnsupportedError("ZenFlow keeps state that is not saved", hint='remove "zenflow" from the configuration')
+        raise UnsupportedError(
+            "ZenFlow keeps state that is not saved", hint='remove "zenflow" from the configuration'
+        )
     if optimizer.partial_offload != 1.0:
         raise UnsupportedError(
             "with a partial offload ratio part of the state is in a second optimizer that is not saved",
@@ -66,7 +70,9 @@ def refuse_unsupported(engine: Any) -> None:
             hint='set "offload_optimizer": {"ratio": 1.0}',
         )
     if engine.has_moe_layers:
-        raise UnsupportedError("mixture-of-experts layers with NVMe offload are not supported by DeepSpeed's saver")
+        raise UnsupportedError(
+            "mixture-of-experts layers with NVMe offload are not supported by DeepSpeed's saver"
+        )
     if engine.mp_world_size > 1:
         raise UnsupportedError(
             "tensor parallel ranks are not supported yet", expected="1", found=engine.mp_world_size

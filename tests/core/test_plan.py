@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -34,10 +36,21 @@ def as_saved(groups: list[plan.SubGroup], step: int = 1) -> list[SubGroupRecord]
             state_index=g.index,
             numel=g.numel,
             params=tuple(
-                ParamRecord(name=p.name, shape=p.shape, numel=p.numel, partition_numel=p.partition_numel, offset=p.offset, padding=0)
+                ParamRecord(
+                    name=p.name,
+                    shape=p.shape,
+                    numel=p.numel,
+                    partition_numel=p.partition_numel,
+                    offset=p.offset,
+                    padding=0,
+                )
                 for p in g.params
             ),
-            tensors=(TensorRecord(key=MASTER, dtype="float32", numel=g.numel, where="swap", file="f", nbytes=4 * g.numel),),
+            tensors=(
+                TensorRecord(
+                    key=MASTER, dtype="float32", numel=g.numel, where="swap", file="f", nbytes=4 * g.numel
+                ),
+            ),
             scalars={"step": step},
         )
         for g in groups
@@ -66,7 +79,7 @@ def splits(draw: st.DrawFn, count: int) -> Groups:
     order = draw(st.permutations(range(count)))
     marks = sorted(draw(st.sets(st.integers(1, max(1, count - 1)), max_size=count)))
     edges = [0, *[m for m in marks if m < count], count]
-    return [list(order[a:b]) for a, b in zip(edges, edges[1:], strict=False) if a < b]
+    return [list(order[a:b]) for a, b in itertools.pairwise(edges) if a < b]
 
 
 @given(st.data(), st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 5), st.integers(1, 5))

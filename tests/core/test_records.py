@@ -106,16 +106,23 @@ def test_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [({"nonsense": 1}, "nvme_checkpoint.nonsense"), ({"block_mib": 0}, "block_mib"), ("yes", "true, false")]
+    ("value", "text"),
+    [({"nonsense": 1}, "nvme_checkpoint.nonsense"), ({"block_mib": 0}, "block_mib"), ("yes", "true, false")],
 )
 def test_bad_options_name_the_key(value: object, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         config.parse(value)
 
 
-@pytest.mark.parametrize("kind", [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, NvmeResumeError)])
+@pytest.mark.parametrize(
+    "kind", [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, NvmeResumeError)]
+)
 def test_errors_survive_pickling(kind: type[NvmeResumeError]) -> None:
     error = kind("words", rank=1, tag="t", path="p", offset=3, expected=1, found=2, hint="do that")
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is kind
-    assert str(copy) == str(error) == "[rank 1, tag t, file p, offset 3] words (expected 1, found 2). Next: do that"
+    assert (
+        str(copy)
+        == str(error)
+        == "[rank 1, tag t, file p, offset 3] words (expected 1, found 2). Next: do that"
+    )

@@ -55,9 +55,7 @@ def pairwise(seed: int = 0, tries: int = 60) -> list[dict[str, Any]]:
             if gain > most:
                 best, most = case, gain
         cases.append(best)
-        open_pairs = {
-            (p, v, q, w) for p, v, q, w in open_pairs if not (best[p] == v and best[q] == w)
-        }
+        open_pairs = {(p, v, q, w) for p, v, q, w in open_pairs if not (best[p] == v and best[q] == w)}
     return cases
 
 

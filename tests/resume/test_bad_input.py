@@ -80,14 +80,18 @@ def lead_outside(tag: Path) -> str:
     record = manifest.decode(manifest.RankRecord, (folder / "rank00.json").read_bytes(), "")
     group = record.sub_groups[0]
     tensors = tuple(t.model_copy(update={"file": "../../etc/passwd"}) for t in group.tensors)
-    evil = record.model_copy(update={"sub_groups": (group.model_copy(update={"tensors": tensors}), *record.sub_groups[1:])})
+    evil = record.model_copy(
+        update={"sub_groups": (group.model_copy(update={"tensors": tensors}), *record.sub_groups[1:])}
+    )
     (folder / "rank00.json").write_bytes(manifest.encode(evil))
     digest = manifest.digest_of(evil)
     head = manifest.decode(manifest.Manifest, (folder / "manifest.json").read_bytes(), "")
     entry = head.ranks[0].model_copy(update={"record": digest})
     (folder / "manifest.json").write_bytes(manifest.encode(head.model_copy(update={"ranks": (entry,)})))
     seal = manifest.decode(manifest.Seal, (folder / "rank00.seal.json").read_bytes(), "")
-    (folder / "rank00.seal.json").write_bytes(manifest.encode(seal.model_copy(update={"record_digest": digest})))
+    (folder / "rank00.seal.json").write_bytes(
+        manifest.encode(seal.model_copy(update={"record_digest": digest}))
+    )
     return "outside"
 
 
@@ -99,7 +103,17 @@ def symlink(tag: Path) -> str:
     return path.name
 
 
-DAMAGES = [shorten, flip, flip_optimizer_file, remove, swap_two, remove_record, edit_record, lead_outside, symlink]
+DAMAGES = [
+    shorten,
+    flip,
+    flip_optimizer_file,
+    remove,
+    swap_two,
+    remove_record,
+    edit_record,
+    lead_outside,
+    symlink,
+]
 
 
 def test_every_damage_is_refused_by_name_and_a_sound_copy_still_loads(tmp_path: Path, sound: Path) -> None:
@@ -138,6 +152,8 @@ def test_stale_swap_files_never_enter_a_checkpoint(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "exp_avg-900_901.tensor.swp").write_bytes(b"x" * 4096)
     run = harness.run(tmp_path, "first", until=2, saves=[{"at": 2, "dir": str(tmp_path / "ck")}])
-    saved = sorted(p.name for p in (tmp_path / "ck" / "global_step2" / "offloaded_tensors" / "rank00").iterdir())
+    saved = sorted(
+        p.name for p in (tmp_path / "ck" / "global_step2" / "offloaded_tensors" / "rank00").iterdir()
+    )
     assert run.codes == [0]
     assert saved and not any("900_901" in name or "gradient" in name for name in saved)

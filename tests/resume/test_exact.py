@@ -13,7 +13,10 @@ TWO_RANKS = {"layers": 3, "sub_group_size": 300_000}
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "adamw-bf16-clipping-accumulation": (1, {"accumulation": 2, "clipping": 1.0}),
-    "adam-fp32-pipelined-two-ranks": (2, {"dtype": "fp32", "pipelined": True, "optimizer": "Adam", **TWO_RANKS}),
+    "adam-fp32-pipelined-two-ranks": (
+        2,
+        {"dtype": "fp32", "pipelined": True, "optimizer": "Adam", **TWO_RANKS},
+    ),
     "lion-lora-frozen-and-params-on-nvme": (
         1,
         {"optimizer": "Lion", "lora": True, "offload_param": "nvme", "zero_init": True, "persistence": 0},
@@ -50,8 +53,17 @@ def test_running_past_a_checkpoint_saving_a_tag_again_and_resuming_twice(tmp_pat
     checkpoint = str(tmp_path / "ck")
     save = {"dir": checkpoint, "tag": "same"}
     whole = harness.run(tmp_path, "whole", mode="stock", until=9)
-    harness.run(tmp_path, "first", until=6, saves=[{"at": 3, **save}, {"at": 4, **save}, {"at": 6, "dir": checkpoint}])
-    second = harness.run(tmp_path, "second", seed=5, until=6, load={"dir": checkpoint, "tag": "same"}, saves=[{"at": 6, "dir": checkpoint}])
+    harness.run(
+        tmp_path, "first", until=6, saves=[{"at": 3, **save}, {"at": 4, **save}, {"at": 6, "dir": checkpoint}]
+    )
+    second = harness.run(
+        tmp_path,
+        "second",
+        seed=5,
+        until=6,
+        load={"dir": checkpoint, "tag": "same"},
+        saves=[{"at": 6, "dir": checkpoint}],
+    )
     third = harness.run(tmp_path, "third", seed=6, until=9, load=checkpoint)
     assert second.ranks[0]["start"] == 4
     assert second.ranks[0]["losses"] == whole.ranks[0]["losses"][4:6]

@@ -55,16 +55,34 @@ def test_these_may_change_and_the_run_continues_exactly(tmp_path: Path, saved: P
 
 def test_from_cpu_offload_into_nvme(tmp_path: Path) -> None:
     first = harness.run(
-        tmp_path, "first", dtype="fp32", offload_optimizer="cpu", until=8, saves=[{"at": 4, "dir": str(tmp_path / "ck")}]
+        tmp_path,
+        "first",
+        dtype="fp32",
+        offload_optimizer="cpu",
+        until=8,
+        saves=[{"at": 4, "dir": str(tmp_path / "ck")}],
     )
-    run = harness.run(tmp_path, "resumed", seed=9, dtype="fp32", until=8, load=str(tmp_path / "ck"), sub_group_size=2_000_000)
+    run = harness.run(
+        tmp_path,
+        "resumed",
+        seed=9,
+        dtype="fp32",
+        until=8,
+        load=str(tmp_path / "ck"),
+        sub_group_size=2_000_000,
+    )
     assert run.ranks[0]["losses"] == first.ranks[0]["losses"][4:]
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3)])
 def test_another_world_size_restores_every_value(tmp_path: Path, before: int, after: int) -> None:
     """Save with some ranks, load with others, save there, load with the first number: bits come back."""
-    case: dict[str, Any] = {"dtype": "fp32", "sub_group_size": 300_000, "lora": True, "skip_final_digest": True}
+    case: dict[str, Any] = {
+        "dtype": "fp32",
+        "sub_group_size": 300_000,
+        "lora": True,
+        "skip_final_digest": True,
+    }
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
     first = harness.run(tmp_path, "first", before, until=3, saves=[{"at": 3, "dir": one}], **case)
     harness.run(tmp_path, "other", after, seed=8, until=3, load=one, saves=[{"at": 3, "dir": two}], **case)
@@ -78,8 +96,12 @@ def test_another_world_size_restores_every_value(tmp_path: Path, before: int, af
 def test_weights_alone(tmp_path: Path, saved: Path) -> None:
     """load_module_only and load_optimizer_states=False do what they say (stock crashes, case E7)."""
     load = {"dir": str(saved / "ck"), "tag": f"global_step{SAVED_AT}"}
-    only = harness.run(tmp_path, "only", seed=9, dtype="fp32", load={**load, "load_module_only": True}, until=0)
-    fresh = harness.run(tmp_path, "fresh", seed=9, dtype="fp32", load={**load, "load_optimizer_states": False}, until=SAVED_AT)
+    only = harness.run(
+        tmp_path, "only", seed=9, dtype="fp32", load={**load, "load_module_only": True}, until=0
+    )
+    fresh = harness.run(
+        tmp_path, "fresh", seed=9, dtype="fp32", load={**load, "load_optimizer_states": False}, until=SAVED_AT
+    )
     expected = report(saved)["saved"][0]
     for run in (only, fresh):
         assert harness.differences(expected["master"], run.ranks[0]["loaded"]["master"]) == []
@@ -90,7 +112,11 @@ def test_weights_alone(tmp_path: Path, saved: Path) -> None:
 
 
 def files_of(folder: Path) -> dict[str, tuple[int, int]]:
-    return {str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
+    return {
+        str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns)
+        for p in folder.rglob("*")
+        if p.is_file()
+    }
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -105,7 +131,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_these_are_refused_by_name(tmp_path: Path, saved: Path, change: str) -> None:
     case, kind, text = REFUSED[change]
     before = files_of(saved / "ck")
-    run = harness.run(tmp_path, "resumed", check=False, seed=9, until=8, load=str(saved / "ck"), **{"dtype": "fp32", **case})
+    run = harness.run(
+        tmp_path, "resumed", check=False, seed=9, until=8, load=str(saved / "ck"), **{"dtype": "fp32", **case}
+    )
     assert [e["type"] for e in run.errors] == [kind], run.log
     assert text in run.errors[0]["text"]
     assert files_of(saved / "ck") == before
@@ -119,6 +147,8 @@ def test_too_few_buffers_are_refused_before_training(tmp_path: Path) -> None:
     case = {**harness.DEFAULTS, "pipelined": True, "nvme_path": "x"}
     config = training.ds_config(case)
     assert config["zero_optimization"]["offload_optimizer"]["buffer_count"] == 12
-    run = harness.run(tmp_path, "few", check=False, pipelined=True, nvme_checkpoint={"enabled": True}, buffers=5, until=2)
+    run = harness.run(
+        tmp_path, "few", check=False, pipelined=True, nvme_checkpoint={"enabled": True}, buffers=5, until=2
+    )
     assert [e["type"] for e in run.errors] == ["ConfigError"], run.log
     assert "buffer_count" in run.errors[0]["text"]

@@ -22,4 +22,6 @@ def label(case: dict[str, Any]) -> str:
 def test_resume_equals_the_uninterrupted_run(tmp_path: Path, case: dict[str, Any]) -> None:
     settings = sized(case)
     scale = settings["accumulation"]
-    harness.assert_equal_resume(tmp_path, settings.pop("ranks"), save_at=5 * scale, steps=10 * scale, **settings)
+    harness.assert_equal_resume(
+        tmp_path, settings.pop("ranks"), save_at=5 * scale, steps=10 * scale, **settings
+    )
