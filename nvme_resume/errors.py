@@ -7,6 +7,7 @@ knows the exit code of the command line.  Nothing here does I/O.
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 
@@ -89,8 +90,8 @@ class UnsupportedError(NvmeResumeError):
     """This engine, DeepSpeed version or feature is one that exact resume is not known for."""
 
 
-class SaveError(NvmeResumeError):
-    """A save failed on some rank; nothing was published, older checkpoints and ``latest`` are untouched."""
+class StorageError(NvmeResumeError):
+    """A disk refused an operation; nothing was published, older checkpoints and ``latest`` are untouched."""
 
 
 class PeerError(NvmeResumeError):
@@ -115,7 +116,20 @@ class IncompatibleError(NvmeResumeError):
     exit_code = 13
 
 
-class NoSpaceError(SaveError):
+class NoSpaceError(StorageError):
     """The checkpoint does not fit on its filesystem; found out before anything was written."""
 
     exit_code = 14
+
+
+def from_os_error(error: OSError, during: str) -> NvmeResumeError:
+    """The exception of this tree that says the same as an OSError (the copier's carry offset and operation)."""
+    path = error.filename if isinstance(error.filename, str) else None
+    offset = getattr(error, "offset", None)
+    operation = getattr(error, "operation", None)
+    message = f"{during}: {operation or 'input/output'} failed: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return NoSpaceError(message, path=path, offset=offset, hint="free some space and save again")
+    if operation in ("read", "open") and error.errno in (errno.ENOENT, errno.EIO, errno.ENODATA, errno.ELOOP):
+        return CorruptError(message, path=path, offset=offset, hint="load an older tag by its name")
+    return StorageError(message, path=path, offset=offset, hint="look at the disk, then try again")

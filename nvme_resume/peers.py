@@ -62,11 +62,10 @@ class Peers:
         except NvmeResumeError as caught:
             error = caught
         except OSError as caught:
-            path = caught.filename if isinstance(caught.filename, str) else None
-            error = errors.SaveError(f"{during}: {caught.strerror or caught}", path=path)
+            error = errors.from_os_error(caught, during)
             error.__cause__ = caught
         except Exception as caught:
-            error = errors.SaveError(f"{during}: {type(caught).__name__}: {caught}")
+            error = NvmeResumeError(f"{during}: {type(caught).__name__}: {caught}")
             error.__cause__ = caught
         return self.exchange(value, error, during)
 

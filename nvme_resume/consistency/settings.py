@@ -87,7 +87,8 @@ def base_config(settings: Settings) -> dict[str, Any]:
             found = json.loads(settings.config.read_text())
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read the configuration: {error}", path=str(settings.config)) from None
-    if not isinstance(found, dict) or (found.get("zero_optimization") or {}).get("stage") != 3:
+    zero = found.get("zero_optimization") if isinstance(found, dict) else None
+    if not isinstance(zero, dict) or zero.get("stage") != 3:
         raise ConfigError(
             "the check is for ZeRO stage 3",
             path=None if settings.config is None else str(settings.config),

@@ -5,7 +5,6 @@ Bulk bytes move only here.  A copy is a ``Copy`` that knows what it costs in byt
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import threading
@@ -18,11 +17,10 @@ from tqdm import tqdm
 
 from nvme_resume import _native
 from nvme_resume.config import Options
-from nvme_resume.errors import CorruptError, NoSpaceError, NvmeResumeError, SaveError
+from nvme_resume.errors import CorruptError, from_os_error
 from nvme_resume.manifest import FileSeal
 
 _PROGRESS_AFTER_SECONDS = 2.0
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def run(
     buffered: bool = False,
     show: bool = False,
 ) -> list[FileSeal]:
-    """Run all copies; one FileSeal (size, hashes) for each, in order.
+    """Run all copies; one FileSeal (size, hashes) for each, in order, or none at all when ``hash`` is False.
 
     ``what`` names the work on the progress bar, which appears after two seconds when ``show`` and the output
     is a terminal.  ``buffered`` keeps to the page cache (files just written by torch are still in it).
@@ -82,25 +80,14 @@ def run(
     try:
         results = transfer.run()
     except OSError as error:
-        raise in_our_words(error, what) from error
+        raise from_os_error(error, what) from error
     finally:
         done.set()
         if bar.ident is not None:
             bar.join()
+    if not hash:
+        return []
     return [FileSeal(size=r.bytes, digest=r.digest, chunks=r.chunk_digests.hex()) for r in results]
-
-
-def in_our_words(error: OSError, what: str) -> NvmeResumeError:
-    """The exception of our tree that says the same as an OSError."""
-    path = error.filename if isinstance(error.filename, str) else None
-    offset = getattr(error, "offset", None)
-    operation = getattr(error, "operation", "write")
-    message = f"{what}: {operation} failed: {error.strerror or error}"
-    if error.errno in _NO_SPACE:
-        return NoSpaceError(message, path=path, offset=offset, hint="free some space and save again")
-    if operation in ("read", "open") and error.errno in (errno.ENOENT, errno.EIO, errno.ENODATA, errno.ELOOP):
-        return CorruptError(message, path=path, offset=offset, hint="load an older tag by its name")
-    return SaveError(message, path=path, offset=offset, hint="look at the disk, then try again")
 
 
 def _show(transfer: _native.Transfer, done: threading.Event, what: str) -> None:
