@@ -11,7 +11,9 @@ import contextlib
 import json
 import os
 import random
+import resource
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -177,6 +179,34 @@ def failing_load(engine: Any, load: dict[str, Any]) -> dict[str, Any]:
     return {"type": "none", "text": "no error", "untouched": False}
 
 
+def save_checkpoint(
+    engine: Any, save: dict[str, Any], rank: int, position: int, result: dict[str, Any]
+) -> None:
+    """One save; the mishaps a test asks for are errors to be noted, not to die of."""
+    from nvme_resume import NvmeResumeError
+
+    tag = f"t{rank}" if save.get("tag_per_rank") else save.get("tag")
+    mishap = {"limit_rank", "absent_rank", "tag_per_rank"} & save.keys()
+    no_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if save.get("limit_rank") == rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, no_limit[1]))
+    if save.get("absent_rank") == rank:
+        time.sleep(30)
+        os._exit(0)
+    try:
+        engine.save_checkpoint(save["dir"], tag=tag, client_state={"micro": position})
+    except NvmeResumeError as error:
+        if not mishap:
+            raise
+        result.setdefault("save_errors", []).append({"type": type(error).__name__, "text": str(error)})
+        if "absent_rank" in save:
+            result["losses"] = []
+            raise SystemExit from error
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, no_limit)
+    result.setdefault("saved", []).append(digests(engine))
+
+
 def train(case: dict[str, Any], engine: Any, rank: int, start: int, until: int) -> list[str]:
     """Micro batches ``start`` to ``until``; losses as hexadecimal floats."""
     losses = []
@@ -219,13 +249,7 @@ def main(path: str) -> None:
             result["losses"] += train(case, engine, rank, position, save["at"])
             position = save["at"]
             if save["dir"]:
-                engine.save_checkpoint(
-                    save["dir"],
-                    tag=save.get("tag"),
-                    client_state={"micro": position},
-                    **save.get("options", {}),
-                )
-                result.setdefault("saved", []).append(digests(engine))
+                save_checkpoint(engine, save, rank, position, result)
             elif save.get("digest"):
                 result.setdefault("saved", []).append(digests(engine))
         result["final"] = digests(engine) if not case["skip_final_digest"] else None

@@ -49,7 +49,7 @@ def run(
 
     ``what`` names the work on the progress bar, which appears after two seconds when ``show`` and the output
     is a terminal.  ``buffered`` keeps to the page cache (files just written by torch are still in it).
-    Raises NoSpaceError, CorruptError (a source shorter than asked) or SaveError naming file and offset.
+    Raises NoSpaceError, CorruptError (a source shorter than asked) or StorageError naming file and offset.
     """
     if not copies:
         return []
