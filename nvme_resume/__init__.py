@@ -11,7 +11,7 @@ from nvme_resume.version import __version__
 
 if TYPE_CHECKING:
     from nvme_resume.engine import NvmeResumeEngine
-    from nvme_resume.install import install
+    from nvme_resume.installer import install
 
 __all__ = ["NvmeResumeEngine", "NvmeResumeError", "__version__", "install"]
 
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
 
         return NvmeResumeEngine
     if name == "install":
-        from nvme_resume.install import install
+        from nvme_resume.installer import install
 
         return install
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -43,6 +43,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         # What the mixin uses of the DeepSpeed engine it is mixed into.
         optimizer: Any
         global_steps: int
+        micro_steps: int
         config: Any
 
         def use_node_local_storage(self) -> bool: ...
@@ -369,6 +370,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         extras = records.read(folder, layout.extras(rank), manifest.Extras)
         if wanted.optimizer_states:
             adam.restore(self, extras.adam)
+            self.micro_steps = extras.micro_steps
         if wanted.rng:
             restore_rng_of(Checkpoint.beside_stock(folder, self, extras), rank)
         return answer

@@ -18,6 +18,7 @@ DEFAULTS: dict[str, Any] = {
     "mode": "ours",
     "seed": 1,
     "dtype": "bf16",
+    "dropout": 0.1,
     "accumulation": 1,
     "clipping": 0.0,
     "offload_optimizer": "nvme",
@@ -167,10 +168,13 @@ def assert_equal_resume(
     for rank in range(ranks):
         expected, found = whole.ranks[rank], resumed.ranks[rank]
         assert found["start"] == save_at
-        ignore = set() if first == "ours" else {"rng"}
-        saved = {k: v for k, v in expected["saved"][0].items() if k not in ignore}
-        loaded = {k: v for k, v in found["loaded"].items() if k not in ignore}
+        saved, loaded = expected["saved"][0], found["loaded"]
+        if (
+            first == "stock"
+        ):  # never saved by plain DeepSpeed; micro_steps counts from the last window's start
+            for tree in (saved, loaded):
+                del tree["rng"], tree["step"]["engine.micro_steps"]
         assert differences(saved, loaded) == [], f"rank {rank}: state after loading"
+        assert found["losses"] == expected["losses"][save_at:], f"rank {rank}: losses"
         if first == "ours":
-            assert found["losses"] == expected["losses"][save_at:], f"rank {rank}: losses"
             assert differences(expected["final"], found["final"]) == [], f"rank {rank}: final state"

@@ -31,7 +31,7 @@ def build_model(case: dict[str, Any]) -> Any:
             super().__init__()
             self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(case["layers"]))
             self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(WIDTH) for _ in range(case["layers"]))
-            self.drop = torch.nn.Dropout(0.1)
+            self.drop = torch.nn.Dropout(case["dropout"])
             self.register_buffer("seen", torch.zeros(1, dtype=torch.float32))
 
         def forward(self, x: Any) -> Any:

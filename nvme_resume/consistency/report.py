@@ -82,6 +82,12 @@ class Report:
 
     def show(self, console: Console) -> None:
         """The table, then the verdict, then what differs."""
+        legend = ", ".join(f"({key}) {run.name}" for key, run in self.runs.items())
+        console.print(
+            f"Loss by optimizer step: {legend}. Saved after step {self.save_at}. Losses are means over ranks and "
+            "micro batches; ULP is the largest distance of any single one of them, counted in float32 values.",
+            highlight=False,
+        )
         console.print(self._table())
         for key, verdict in self.verdicts.items():
             _show_verdict(console, key, verdict, self.tolerance)
@@ -91,11 +97,10 @@ class Report:
             console.print("[yellow]Losses of (a) are not finite: equality of such numbers says little.[/]")
         for what, path in self.files.items():
             # soft_wrap: a path must stay one word, to be copied
-            console.print(f"{what}: {escape(path)}", soft_wrap=True)
+            console.print(f"{what}: {escape(path)}", soft_wrap=True, highlight=False)
 
     def _table(self) -> Table:
-        legend = ", ".join(f"({key}) {run.name}" for key, run in self.runs.items())
-        table = Table(title=f"Loss by optimizer step: {legend}", title_justify="left")
+        table = Table()
         for heading in (
             "step",
             *(f"({key})" for key in self.runs),
@@ -106,11 +111,6 @@ class Report:
             cells = [str(step), *(f"{run.loss(step):.9g}" for run in self.runs.values())]
             cells += [_ulp(verdict.ulp[step]) for verdict in self.verdicts.values()]
             table.add_row(*cells, end_section=step == self.save_at)
-        table.caption = (
-            f"Saved after step {self.save_at}. Losses are means over ranks and micro batches; ULP is the "
-            "largest distance of any single one of them, counted in float32 values."
-        )
-        table.caption_justify = "left"
         return table
 
 
@@ -139,25 +139,33 @@ def _show_verdict(console: Console, key: str, verdict: Verdict, tolerance: float
             "state and data are not judged."
         )
         word = "[yellow]within[/]" if verdict.within(tolerance) else "[red]NOT within[/]"
-        console.print(f"{name}: {word} the tolerance, largest difference of a loss {verdict.largest:g}")
+        console.print(
+            f"{name}: {word} the tolerance, largest difference of a loss {verdict.largest:g}", highlight=False
+        )
     if verdict.equal:
-        console.print(f"{name}: [bold green]EQUAL[/] to the last bit ({verdict.compared} losses and digests)")
+        console.print(
+            f"{name}: [bold green]EQUAL[/] to the last bit ({verdict.compared} losses and digests)",
+            highlight=False,
+        )
         return
     first = (
         f"first differing loss at step {verdict.differing_steps[0]}"
         if verdict.differing_steps
         else "losses equal"
     )
-    console.print(f"{name}: [bold red]DIFFERENT[/] from the uninterrupted run, {first}")
+    console.print(f"{name}: [bold red]DIFFERENT[/] from the uninterrupted run, {first}", highlight=False)
     for line in verdict.explanation():
-        console.print(f"  {escape(line)}")
+        console.print(f"  {escape(line)}", highlight=False)
     # What was not restored explains what differs later; the later list is long and says no more.
     loaded, later = verdict.at(AT_SAVE), verdict.at(AT_END)
+    if loaded or later:
+        console.print(f"  {'right after loading' if loaded else 'after the last step'}:", highlight=False)
     for d in loaded or later:
         first = f"rank {d.rank}, {d.place}: {_short(d.expected)} in (a), {_short(d.found)} in ({key})"
         console.print(f"    {d.title}: {d.differing} of {d.total}, first {escape(first)}", highlight=False)
     if loaded and later:
-        console.print(f"  after the last step differ: {escape(', '.join(d.title for d in later))}")
+        titles = escape(", ".join(d.title for d in later))
+        console.print(f"  after the last step differ: {titles}", highlight=False)
 
 
 def _short(value: str) -> str:

@@ -10,6 +10,7 @@ import torch
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from safetensors import safe_open
 
+from nvme_resume import layout
 from nvme_resume.errors import CorruptError
 from nvme_resume.manifest import Extras, FileSeal, RankRecord, TensorRecord
 from nvme_resume.storage import records, verify
@@ -61,6 +62,8 @@ class Checkpoint:
                     raise CorruptError("record of another world size", rank=rank, tag=self.tag)
             else:
                 record = stock.synthesize(self.folder, rank, self._engine)
+                if (self.folder / layout.extras(rank)).is_file():  # an engine without NVMe, wrapped by us
+                    self._extras[rank] = records.read(self.folder, layout.extras(rank), Extras)
             self._records[rank] = record
         return self._records[rank]
 

@@ -78,7 +78,7 @@ assert isinstance(build(nvme_checkpoint=True), NvmeResumeEngine)
 assert type(build(nvme_checkpoint=None)) is DeepSpeedEngine
 assert type(build(nvme_checkpoint=False)) is DeepSpeedEngine
 assert type(plain) is DeepSpeedEngine
-from nvme_resume.install import uninstall
+from nvme_resume.installer import uninstall
 uninstall()
 assert deepspeed.initialize is original
 """,

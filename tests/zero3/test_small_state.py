@@ -55,9 +55,10 @@ def optimizer_file(path: Path, scaler: object) -> Path:
 
 
 def test_a_dynamic_loss_scaler_is_read_without_running_code(tmp_path: Path) -> None:
-    scaler = DynamicLossScaler(init_scale=2**16, scale_window=5, min_scale=1, delayed_shift=2, consecutive_hysteresis=False)
-    for overflow in (False, True, True, False):
-        scaler.update_scale(overflow)
+    scaler = DynamicLossScaler(
+        init_scale=2**16, scale_window=5, min_scale=1, delayed_shift=2, consecutive_hysteresis=False
+    )
+    scaler.__dict__.update(cur_scale=2.0**13, cur_iter=9, last_overflow_iter=7, cur_hysteresis=1)
     found = pt_files.OptimFile(optimizer_file(tmp_path / "o.pt", scaler))
     assert found.overflow
     assert found.loss_scaler.__dict__ == scaler.__dict__
