@@ -6,7 +6,6 @@ business, how files become durable is ``storage``'s.
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
 from datetime import datetime, timezone
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvme_resume import config, layout, manifest
+from nvme_resume import config, layout, logs, manifest
 from nvme_resume.config import Options
 from nvme_resume.errors import ConfigError, NoSpaceError, NvmeResumeError
 from nvme_resume.manifest import Manifest, RankEntry, Seal
@@ -27,7 +26,7 @@ from nvme_resume.zero3 import adam, capture, quiesce, stock_loader, supported
 from nvme_resume.zero3.restore import Restore, Wanted, restore_rng_of
 from nvme_resume.zero3.source import Checkpoint
 
-log = logging.getLogger("nvme_resume")
+log = logs.logger
 
 _SLACK_BYTES = 64 << 20  # records, model file, filesystem overhead
 
@@ -72,6 +71,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         options = config.parse(engine.config.get(config.KEY, True))
         if options is None:
             return engine
+        logs.ensure_visible()
         supported.refuse_unsupported(engine)
         supported.refuse_too_few_buffers(engine)
         if supported.version() not in supported.TESTED_DEEPSPEED:

@@ -11,7 +11,7 @@ from typing import Any
 
 import deepspeed
 
-from nvme_resume import config
+from nvme_resume import config, ops
 from nvme_resume.engine import NvmeResumeEngine
 
 _MARK = "_nvme_resume_original"
@@ -22,6 +22,7 @@ def install() -> None:
     original = deepspeed.initialize
     if hasattr(original, _MARK):
         return
+    ops.warn_stale_locks()
 
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:

@@ -34,11 +34,11 @@ class Dtype(str, Enum):
 def check(
     steps: Annotated[int, typer.Option(help="Optimizer steps of the whole run.", min=2)] = 10,
     save_at: Annotated[
-        int | None, typer.Option(help="Save and stop after this step.  [default: half way]")
+        int | None, typer.Option(help="Save and stop after this step.", show_default="half way")
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(help="Processes.  [default: 2 with two cores or accelerators, else 1]", min=1),
+        typer.Option(help="Processes.", show_default="2 with two cores or accelerators, else 1", min=1),
     ] = None,
     config: Annotated[
         Path | None,
@@ -54,7 +54,8 @@ def check(
         ),
     ] = factory.BUILT_IN,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Precision.  [default: what the configuration says; built-in: bf16]")
+        Dtype | None,
+        typer.Option(help="Precision.", show_default="what the configuration says; built-in: bf16"),
     ] = None,
     seed: Annotated[
         int, typer.Option(help="Seed of the initial weights; the resumed run gets the next one.")
@@ -67,11 +68,11 @@ def check(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Work folder, new or empty.  [default: ./check-<time>]", file_okay=False),
+        typer.Option(help="Work folder, new or empty.", show_default="./check-<time>", file_okay=False),
     ] = None,
     nvme_path: Annotated[
         Path | None,
-        typer.Option(help="Folder for swap files.  [default: in the work folder]", file_okay=False),
+        typer.Option(help="Folder for swap files.", show_default="in the work folder", file_okay=False),
     ] = None,
     keep_nvme_path: Annotated[
         bool, typer.Option("--keep-nvme-path", help="Swap where --config says; all runs share that folder.")

@@ -7,7 +7,6 @@ time for state that the engine keeps in memory.
 
 from __future__ import annotations
 
-import logging
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
-from nvme_resume import compat, plan
+from nvme_resume import compat, logs, plan
 from nvme_resume.config import Options
 from nvme_resume.errors import IncompatibleError
 from nvme_resume.manifest import MASTER, Extras, RankRecord
@@ -26,7 +25,7 @@ from nvme_resume.zero3.capture import GRADIENTS
 from nvme_resume.zero3.source import Checkpoint
 from nvme_resume.zero3.staging import Stager, as_bytes, clean_leftovers, swaps_to_file
 
-log = logging.getLogger("nvme_resume")
+log = logs.logger
 
 
 @dataclass(frozen=True)

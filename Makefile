@@ -1,0 +1,37 @@
+# One word for each thing people and CI do here; the work is in scripts/.
+# Every target sets itself up first and may be repeated.
+export NVME_RESUME_VENV ?= $(CURDIR)/.venv
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.ops
+RUN = scripts/run
+
+.PHONY: help setup check test test-matrix lint sanitize clean
+
+help:
+	@echo "make check        install, then compare an uninterrupted run with a resumed one (and plain DeepSpeed)"
+	@echo "make test         install, then lint, types, import contract, all fast tests"
+	@echo "make test-matrix  all pairs of settings (about 15 minutes on two cores)"
+	@echo "make lint         lint, formats, types, import contract"
+	@echo "make sanitize     the native copier under ASan, UBSan and TSan"
+	@echo "make clean        remove .venv, built ops and build leftovers"
+
+setup:
+	@scripts/setup
+
+check: setup
+	@$(RUN) nvme-resume check --compare-stock
+
+test: setup
+	@$(RUN) scripts/lint
+	@$(RUN) python -m pytest -m "not matrix"
+
+test-matrix: setup
+	@$(RUN) python -m pytest -m matrix
+
+lint: setup
+	@$(RUN) scripts/lint
+
+sanitize: setup
+	@$(RUN) csrc/sanitize.sh
+
+clean:
+	rm -rf .venv .ops build *.egg-info nvme_resume/*.so check-*
