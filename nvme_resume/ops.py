@@ -20,6 +20,7 @@ from nvme_resume import logs
 log = logs.logger
 
 BUILDERS = ("AsyncIOBuilder", "CPUAdamBuilder", "CPUAdagradBuilder", "CPULionBuilder")
+CPU_ONLY_BUILDERS = ("ShareMemCommBuilder",)  # several ranks on one CPU-only machine
 _SETTLE_SECONDS = 60.0  # a lock younger than this may belong to a build that has no compiler running yet
 _TICK_SECONDS = 15.0
 
@@ -95,11 +96,13 @@ def build() -> int:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
+    names = BUILDERS + (CPU_ONLY_BUILDERS if accelerator.device_name() == "cpu" else ())
     failed = 0
-    for number, name in enumerate(BUILDERS, start=1):
+    for number, name in enumerate(names, start=1):
+        label = f"DeepSpeed op {number}/{len(names)} {name}"
         start = time.monotonic()
         built = threading.Event()
-        ticker = threading.Thread(target=_tick, args=(name, number, built, start), daemon=True)
+        ticker = threading.Thread(target=_tick, args=(label, built, start), daemon=True)
         ticker.start()
         try:
             accelerator.create_op_builder(name).load(verbose=False)
@@ -109,17 +112,13 @@ def build() -> int:
             failed += 1
         built.set()
         ticker.join()
-        print(
-            f"DeepSpeed op {number}/{len(BUILDERS)} {name}: {outcome} ({time.monotonic() - start:.0f} s)",
-            flush=True,
-        )
+        print(f"{label}: {outcome} ({time.monotonic() - start:.0f} s)", flush=True)
     return 1 if failed else 0
 
 
-def _tick(name: str, number: int, built: threading.Event, start: float) -> None:
+def _tick(label: str, built: threading.Event, start: float) -> None:
     while not built.wait(_TICK_SECONDS):
-        seconds = time.monotonic() - start
-        print(f"DeepSpeed op {number}/{len(BUILDERS)} {name}: compiling, {seconds:.0f} s so far", flush=True)
+        print(f"{label}: compiling, {time.monotonic() - start:.0f} s so far", flush=True)
 
 
 def status() -> int:
