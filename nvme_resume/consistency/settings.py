@@ -80,6 +80,7 @@ class Settings:
 
 def base_config(settings: Settings) -> dict[str, Any]:
     """The configuration that all runs share, before paths: the built-in or the user's, ``auto`` filled in."""
+    found: Any
     if settings.config is None:
         found = json.loads(resources.files("nvme_resume.consistency").joinpath("default.json").read_text())
     else:
@@ -108,7 +109,8 @@ def base_config(settings: Settings) -> dict[str, Any]:
     if settings.dtype is not None:
         found.pop("fp16", None)
         found["bf16"] = {"enabled": settings.dtype == "bf16"}
-    return found
+    base: dict[str, Any] = found
+    return base
 
 
 def run_config(base: dict[str, Any], nvme_path: Path | None, *, extension: bool) -> dict[str, Any]:
