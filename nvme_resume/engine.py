@@ -16,7 +16,7 @@ import torch
 
 from nvme_resume import config, layout, logs, manifest
 from nvme_resume.config import Options
-from nvme_resume.errors import ConfigError, NoSpaceError, NvmeResumeError
+from nvme_resume.errors import ConfigError, NoSpaceError, NvmeResumeError, PeerError
 from nvme_resume.manifest import Manifest, RankEntry, Seal
 from nvme_resume.peers import Peers
 from nvme_resume.storage import catalog, commit, records, transfer
@@ -159,12 +159,13 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
                 lambda: publisher and bool(commit.publish(save_dir, staging, head, save_latest=latest)),
                 "commit",
             )
-        except BaseException:
+        except BaseException as error:
             if self._publishes():
                 commit.discard(save_dir, staging)
+            if not isinstance(error, PeerError):  # with a rank gone, a collective would only hang
+                stock_loader.after(self)
             raise
-        finally:
-            stock_loader.after(self)
+        stock_loader.after(self)
         if peers.rank == 0:
             total = sum(s["bytes"] for s in sizes)
             seconds = transfer.elapsed_since(start)
@@ -300,12 +301,14 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         if name is None or self.load_universal_checkpoint() or not supported.is_zero3(self):
             return self._load_stock(load_dir, tag, name, wanted, custom_load_fn)
         folder = Path(load_dir) / name
-        if not supported.uses_nvme(self) and self._stock_can_load(folder):
+        if self._stock_can_load(folder):
             return self._load_stock(load_dir, tag, name, wanted, custom_load_fn)
         return self._load(folder, wanted, custom_load_fn)
 
     def _stock_can_load(self, folder: Path) -> bool:
-        """Plain DeepSpeed loads this checkpoint right into this engine (no NVMe on either side)."""
+        """Leave the load to DeepSpeed: state it keeps on the accelerator alone, saved by itself."""
+        if supported.restores_exactly(self):
+            return False
         swapped = (folder / layout.SWAP).is_dir() or records.has_manifest(folder)
         saved_ranks = len(list(folder.glob("*_optim_states.pt")))
         return not swapped and saved_ranks == self._nvme_peers.world_size

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,32 +73,42 @@ def run(
         hash=hash,
         bandwidth_limit=int(options.bandwidth_limit_mib * (1 << 20)),
     )
-    done = threading.Event()
-    bar = threading.Thread(target=_show, args=(transfer, done, what), daemon=True)
-    if show and sys.stderr.isatty():
-        bar.start()
     try:
-        results = transfer.run()
+        results = _interruptible(transfer, what, show=show)
     except OSError as error:
         raise from_os_error(error, what) from error
-    finally:
-        done.set()
-        if bar.ident is not None:
-            bar.join()
     if not hash:
         return []
     return [FileSeal(size=r.bytes, digest=r.digest, chunks=r.chunk_digests.hex()) for r in results]
 
 
-def _show(transfer: _native.Transfer, done: threading.Event, what: str) -> None:
-    """Progress bar thread: waits two seconds, then draws until ``done``."""
-    if done.wait(_PROGRESS_AFTER_SECONDS):
-        return
-    _, total = transfer.progress()
-    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc=what, leave=False) as bar:
-        while not done.wait(0.2):
-            bar.update(transfer.progress()[0] - bar.n)
-        bar.update(transfer.progress()[0] - bar.n)
+def _interruptible(transfer: _native.Transfer, what: str, *, show: bool) -> list[_native.FileResult]:
+    """Run in a thread, so that Ctrl-C and SIGTERM handlers are served; whatever interrupts cancels the transfer."""
+    start = time.monotonic()
+    bar: tqdm | None = None
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(transfer.run)
+        try:
+            while not wait([future], timeout=0.2).done:
+                if (
+                    bar is None
+                    and show
+                    and sys.stderr.isatty()
+                    and elapsed_since(start) > _PROGRESS_AFTER_SECONDS
+                ):
+                    total = transfer.progress()[1]
+                    bar = tqdm(
+                        total=total, unit="B", unit_scale=True, unit_divisor=1024, desc=what, leave=False
+                    )
+                if bar is not None:
+                    bar.update(transfer.progress()[0] - bar.n)
+            return future.result()
+        except BaseException:
+            transfer.cancel()
+            raise
+        finally:
+            if bar is not None:
+                bar.close()
 
 
 def write_padded(path: Path, data: memoryview, size: int, *, offset: int = 0) -> None:

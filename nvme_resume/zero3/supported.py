@@ -46,6 +46,25 @@ def uses_nvme(engine: Any) -> bool:
     )
 
 
+def restores_exactly(engine: Any) -> bool:
+    """True for engines that our own restore serves: optimizer state offloaded, to NVMe or CPU memory.
+
+    With CPU memory DeepSpeed's own loader comes close but changes what it loads: torch casts Muon's 16-bit
+    momentum to fp32, Lion's groups gain a key (0.19.8).
+    """
+    optimizer = engine.optimizer
+    if uses_nvme(engine):
+        return True
+    return bool(
+        is_zero3(engine)
+        and optimizer.offload_optimizer
+        and not getattr(optimizer, "zenflow", False)
+        and optimizer.partial_offload == 1.0
+        and not engine.has_moe_layers
+        and engine.mp_world_size == 1
+    )
+
+
 def refuse_unsupported(engine: Any) -> None:
     """UnsupportedError for NVMe engines whose state this package does not know completely."""
     if not uses_nvme(engine):
