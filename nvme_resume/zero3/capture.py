@@ -113,28 +113,10 @@ def _tensors(
             copies.append(
                 SwapCopy(source, relative, swapper._io_aligned_numel(numel) * swapper.swap_element_size)
             )
-            tensors.append(
-                TensorRecord(
-                    key=key,
-                    dtype=layout_of.dtype_name(swapper.dtype),
-                    numel=numel,
-                    where="swap",
-                    file=relative,
-                    nbytes=numel * swapper.swap_element_size,
-                )
-            )
+            dtype = layout_of.dtype_name(swapper.dtype)
+            tensors.append(layout_of.swapped_tensor(key, dtype, numel, swapper.swap_element_size, relative))
         else:
-            tensors.append(
-                TensorRecord(
-                    key=key,
-                    dtype=layout_of.dtype_name(value.dtype),
-                    numel=value.numel(),
-                    where="pt",
-                    file=optim_file,
-                    nbytes=value.numel() * value.element_size(),
-                    flat=value.numel() == numel,
-                )
-            )
+            tensors.append(layout_of.tensor_in_pt(key, value, numel, optim_file))
     return tensors, scalars
 
 

@@ -8,6 +8,7 @@ import torch
 from deepspeed.runtime.utils import is_optimized_parameter
 
 from nvme_resume import compat, plan
+from nvme_resume.manifest import TensorRecord
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -100,3 +101,21 @@ def packed_indices(owners: list[int]) -> list[int]:
 def swap_numel_alignment(engine: Any) -> int:
     """Elements a swapped optimizer tensor is rounded up to in its file."""
     return int(engine.optimizer.optimizer_swapper.numel_alignment)
+
+
+def swapped_tensor(key: str, dtype: str, numel: int, element: int, file: str) -> TensorRecord:
+    """Record of a flat tensor of ``numel`` elements of ``element`` bytes that lies in a swap file."""
+    return TensorRecord(key=key, dtype=dtype, numel=numel, where="swap", file=file, nbytes=numel * element)
+
+
+def tensor_in_pt(key: str, value: torch.Tensor, numel: int, file: str) -> TensorRecord:
+    """Record of a tensor that DeepSpeed's optimizer file holds; ``numel`` is that of the sub-group."""
+    return TensorRecord(
+        key=key,
+        dtype=dtype_name(value.dtype),
+        numel=value.numel(),
+        where="pt",
+        file=file,
+        nbytes=value.numel() * value.element_size(),
+        flat=value.numel() == numel,
+    )

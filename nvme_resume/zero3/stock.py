@@ -23,7 +23,6 @@ from nvme_resume.manifest import (
     RankRecord,
     Scalar,
     SubGroupRecord,
-    TensorRecord,
 )
 from nvme_resume.zero3 import layout_of, pt_files
 
@@ -95,28 +94,9 @@ def synthesize(folder: Path, rank: int, engine: Any) -> RankRecord:
                 scalars[key] = _scalar(value)
             elif value.numel() == 0 and index in files:
                 relative = files[index].format(key="" if key == MASTER else f"{key}-")
-                tensors.append(
-                    TensorRecord(
-                        key=key,
-                        dtype=dtype,
-                        numel=numels[index],
-                        where="swap",
-                        file=relative,
-                        nbytes=numels[index] * element,
-                    )
-                )
+                tensors.append(layout_of.swapped_tensor(key, dtype, numels[index], element, relative))
             else:
-                tensors.append(
-                    TensorRecord(
-                        key=key,
-                        dtype=layout_of.dtype_name(value.dtype),
-                        numel=value.numel(),
-                        where="pt",
-                        file=optim_name,
-                        nbytes=value.numel() * value.element_size(),
-                        flat=value.numel() == numels[index],
-                    )
-                )
+                tensors.append(layout_of.tensor_in_pt(key, value, numels[index], optim_name))
         offset = 0
         params = []
         for name, shape in group.items():
