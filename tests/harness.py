@@ -42,6 +42,7 @@ DEFAULTS: dict[str, Any] = {
     "skip_final_digest": False,
     "buffers": 0,
     "failing_loads": [],
+    "reload": None,
 }
 
 

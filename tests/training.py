@@ -190,6 +190,10 @@ def save_checkpoint(
     no_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     if save.get("limit_rank") == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, no_limit[1]))
+    if save.get("kill_at"):
+        from nvme_resume import _native
+
+        _native._testing_kill_at(save["kill_at"])
     if save.get("absent_rank") == rank:
         time.sleep(30)
         os._exit(0)
@@ -252,6 +256,9 @@ def main(path: str) -> None:
                 save_checkpoint(engine, save, rank, position, result)
             elif save.get("digest"):
                 result.setdefault("saved", []).append(digests(engine))
+        if case["reload"]:
+            found, state = engine.load_checkpoint(case["reload"])
+            result["reloaded_losses"] = train(case, engine, rank, state["micro"], case["until"])
         result["final"] = digests(engine) if not case["skip_final_digest"] else None
     except BaseException as error:
         result["error"] = {"type": type(error).__name__, "text": str(error), "trace": traceback.format_exc()}

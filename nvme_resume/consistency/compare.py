@@ -109,7 +109,9 @@ class Verdict:
         elif self.differing_steps or self.at(AT_END):
             lines.append(
                 "all that has a digest was restored, yet the runs part: look at state without one, as the "
-                "beta^t that DeepSpeedCPUAdam keeps in C++, or at what your own code keeps between steps"
+                "beta^t that DeepSpeedCPUAdam keeps in C++, at what your own code keeps between steps, or at "
+                "swapped gradients whose place in their sub-group is no multiple of 512 bytes (DeepSpeed 0.19.8 "
+                "reads nothing into such a place, says nothing, and trains on what the buffer held before)"
             )
         return lines
 

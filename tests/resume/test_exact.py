@@ -69,3 +69,53 @@ def test_running_past_a_checkpoint_saving_a_tag_again_and_resuming_twice(tmp_pat
     assert second.ranks[0]["losses"] == whole.ranks[0]["losses"][4:6]
     assert third.ranks[0]["losses"] == whole.ranks[0]["losses"][6:]
     assert sorted(p.name for p in (tmp_path / "ck").iterdir() if p.is_dir()) == ["global_step6", "same"]
+
+
+@pytest.mark.parametrize(
+    "case", [{}, {"pipelined": True, "offload_param": "nvme"}, {"offload_optimizer": "cpu"}]
+)
+def test_going_back_to_a_checkpoint_in_the_same_process(tmp_path: Path, case: dict[str, Any]) -> None:
+    """An engine that has trained on goes back and repeats itself; a save right after a load is the same checkpoint."""
+    checkpoint, copy = str(tmp_path / "ck"), str(tmp_path / "copy")
+    run = harness.run(
+        tmp_path,
+        "run",
+        until=6,
+        saves=[{"at": 3, "dir": checkpoint}],
+        reload=checkpoint,
+        dtype="fp32",
+        **case,
+    )
+    assert run.ranks[0]["reloaded_losses"] == run.ranks[0]["losses"][3:]
+    again = {"dtype": "fp32", **case}
+    harness.run(tmp_path, "copy", seed=8, until=3, load=checkpoint, saves=[{"at": 3, "dir": copy}], **again)
+    resumed = harness.run(tmp_path, "resumed", seed=9, until=6, load=copy, **again)
+    assert resumed.ranks[0]["losses"] == run.ranks[0]["losses"][3:]
+
+
+def test_nothing_to_load_is_what_deepspeed_says_it_is(tmp_path: Path) -> None:
+    """No ``latest``: (None, None) and training from scratch, as callers of DeepSpeed expect."""
+    (tmp_path / "empty").mkdir()
+    run = harness.run(tmp_path, "run", until=1, load=str(tmp_path / "empty"))
+    assert run.ranks[0]["load_path"] is None
+    assert run.ranks[0]["start"] == 0
+
+
+def test_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
+    """kill -9 at a storage call of the copier: the older checkpoint loads, the left-over goes with the next save."""
+    checkpoint = tmp_path / "ck"
+    whole = harness.run(tmp_path, "whole", mode="stock", until=6)
+    harness.run(
+        tmp_path,
+        "killed",
+        check=False,
+        until=4,
+        saves=[{"at": 2, "dir": str(checkpoint)}, {"at": 4, "dir": str(checkpoint), "kill_at": 25}],
+    )
+    assert any(p.name.startswith(".tmp-") for p in checkpoint.iterdir())
+    resumed = harness.run(
+        tmp_path, "resumed", seed=9, until=6, load=str(checkpoint), saves=[{"at": 4, "dir": str(checkpoint)}]
+    )
+    assert resumed.ranks[0]["start"] == 2
+    assert resumed.ranks[0]["losses"] == whole.ranks[0]["losses"][2:]
+    assert sorted(p.name for p in checkpoint.iterdir() if p.is_dir()) == ["global_step2", "global_step4"]
