@@ -74,6 +74,14 @@ def test_from_cpu_offload_into_nvme(tmp_path: Path) -> None:
     assert run.ranks[0]["losses"] == first.ranks[0]["losses"][4:]
 
 
+def test_another_dtype_keeps_the_masters(tmp_path: Path, saved: Path) -> None:
+    """The 16-bit weights are cast anew from the saved fp32 masters; state is the saved state."""
+    run = harness.run(tmp_path, "resumed", seed=9, dtype="bf16", until=SAVED_AT, load=str(saved / "ck"))
+    expected = report(saved)["saved"][0]
+    for kind in ("master", "exp_avg", "exp_avg_sq", "step", "hyper"):
+        assert harness.differences(expected[kind], run.ranks[0]["loaded"][kind]) == [], kind
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3)])
 def test_another_world_size_restores_every_value(tmp_path: Path, before: int, after: int) -> None:
     """Save with some ranks, load with others, save there, load with the first number: bits come back."""
