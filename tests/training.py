@@ -198,7 +198,7 @@ def save_checkpoint(
         time.sleep(30)
         os._exit(0)
     try:
-        engine.save_checkpoint(save["dir"], tag=tag, client_state={"micro": position})
+        engine.save_checkpoint(save["dir"], tag=tag, client_state={"micro": position, "where": Path("x")})
     except NvmeResumeError as error:
         if not mishap:
             raise

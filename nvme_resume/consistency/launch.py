@@ -127,30 +127,25 @@ def run(
 def _watch(order: Spec, workers: list[Rank], timeout: float, on_step: Callable[[int], None]) -> None:
     shown = 0
     while True:
-        codes = [
-            worker.process.poll() for worker in workers
-        ]  # before listening: a finished rank is heard out
+        codes = [worker.process.poll() for worker in workers]
         for worker in workers:
             worker.listen()
-        if any(codes):
+        if any(code is not None for code in codes):
             time.sleep(GRACE_SECONDS)
             raise _died(order, workers)
         steps = [sum(event["event"] == orders.STEP for event in worker.events) for worker in workers]
         while shown < min(steps):
             shown += 1
             on_step(shown)
-        if all(code == 0 for code in codes):
-            for worker in workers:
-                if worker.events[-1:] != [{"event": orders.DONE}]:
-                    raise WorkerError("ended without an error, but did not finish", rank=worker.rank)
-            return
+        if all(worker.events[-1:] == [{"event": orders.DONE}] for worker in workers):
+            return  # they wait to be ended
         if time.monotonic() - max(worker.heard for worker in workers) > timeout:
             raise _silent(order, workers, timeout)
         time.sleep(POLL_SECONDS)
 
 
 def _died(order: Spec, workers: list[Rank]) -> WorkerError:
-    dead = [w for w in workers if w.process.poll()]
+    dead = [w for w in workers if w.process.poll() is not None]
     tails = "".join(f"\n--- last lines of {order.log(w.rank)}\n{_tail(order.log(w.rank))}" for w in dead)
     return WorkerError(
         f"rank {' and rank '.join(str(w.rank) for w in dead)} died during {Path(order.folder).name}: "

@@ -131,8 +131,10 @@ def main(path: str) -> None:
     spec, rank = Spec.read(Path(path)), int(os.environ["RANK"])
     with spec.events(rank).open("w") as events:
         Worker(spec, rank, int(os.environ["WORLD_SIZE"]), events).run()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+        # The driver ends us when all ranks are done.  Left to themselves, ranks sometimes abort while gloo's
+        # threads are torn down ("terminate called without an active exception"), with all their work done.
+        while True:
+            signal.pause()
 
 
 if __name__ == "__main__":

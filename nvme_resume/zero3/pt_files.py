@@ -6,7 +6,9 @@ so opening a file of any size costs nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -17,30 +19,59 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from nvme_resume.errors import CorruptError
 from nvme_resume.manifest import MASTER
 
-_ALLOWED: list[Any] = [LossScaler, DynamicLossScaler, ZeroStageEnum]
+
+def _enum_member(kind: Any, name: Any) -> Any:
+    """Stands for ``getattr`` in a file: members of DeepSpeed's own enum and nothing else.
+
+    Python 3.11.0 to 3.11.3 pickle an enum member as ``getattr(kind, name)`` (Debian 12 has 3.11.2), others by value.
+    """
+    if kind is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
+        raise ValueError(f"refused getattr({kind!r}, {name!r})")
+    return ZeroStageEnum[name]
 
 
-def load(path: Path) -> dict[str, Any]:
+_ALLOWED: list[Any] = [
+    LossScaler,
+    DynamicLossScaler,
+    ZeroStageEnum,
+    (_enum_member, "builtins.getattr"),
+    (_enum_member, "__builtin__.getattr"),
+]
+
+
+def load(path: Path, trust: Callable[[], None] | None = None) -> dict[str, Any]:
     """The dictionary in a ``.pt`` file of DeepSpeed.
 
-    Raises CorruptError when the file is damaged or holds objects that would have to be unpickled.
+    A file with other objects in it (a ``client_state`` of the user's) can only be unpickled, which runs code from it:
+    ``trust`` is asked first and raises if the file is not the one that was saved.  Raises CorruptError when the file
+    is damaged, or holds such objects and there is no ``trust``.
     """
     try:
         with torch.serialization.safe_globals(_ALLOWED):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except UnpicklingError as error:
+        if trust is None:
+            raise _unreadable(path, error) from error
+        trust()
+        content = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
     except FileNotFoundError:
         raise CorruptError(
             "file of the checkpoint is missing", path=str(path), hint="load an older tag"
         ) from None
     except Exception as error:
-        raise CorruptError(
-            f"cannot be read safely: {str(error).splitlines()[0]}",
-            path=str(path),
-            hint="load an older tag; objects in client_state must be plain values or tensors",
-        ) from error
+        raise _unreadable(path, error) from error
     if not isinstance(content, dict):
         raise CorruptError("not a checkpoint file of DeepSpeed", path=str(path))
     return content
+
+
+def _unreadable(path: Path, error: Exception) -> CorruptError:
+    reason = str(error).splitlines()
+    return CorruptError(
+        f"cannot be read safely: {next((r for r in reason if 'Unpickler error' in r), reason[0]).strip()}",
+        path=str(path),
+        hint="load an older tag of the same folder by its name",
+    )
 
 
 class OptimFile:

@@ -11,6 +11,7 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from safetensors import safe_open
 
 from nvme_resume import layout
+from nvme_resume.config import Options
 from nvme_resume.errors import CorruptError
 from nvme_resume.manifest import Extras, FileSeal, RankRecord, TensorRecord
 from nvme_resume.storage import records, verify
@@ -29,7 +30,7 @@ class Checkpoint:
         self._seals: dict[int, dict[str, FileSeal]] = {}
         self._records: dict[int, RankRecord] = {}
         self._optim = lru_cache(maxsize=None)(pt_files.OptimFile)
-        self._model = lru_cache(maxsize=None)(pt_files.load)
+        self._model = lru_cache(maxsize=None)(self._open_model)
         if self.sealed:
             self.head = records.read_manifest(folder)
             if self.head.tag != folder.name:
@@ -88,7 +89,16 @@ class Checkpoint:
 
     def model(self, rank: int) -> dict[str, Any]:
         """DeepSpeed's model file of a saved rank."""
-        return self._model(self.path(rank, self.record(rank).model_file))
+        return self._model(rank)
+
+    def _open_model(self, rank: int) -> dict[str, Any]:
+        relative = self.record(rank).model_file
+
+        def trust() -> None:
+            sealed = {relative: self.seals(rank)[relative]}
+            verify.full(self.folder, sealed, Options(), rank=rank, tag=self.tag)
+
+        return pt_files.load(self.path(rank, relative), trust if self.sealed else stock.as_deepspeed_does)
 
     def find(self, rank: int, sub_group: int, key: str) -> TensorRecord:
         """The record of one flat tensor."""

@@ -13,7 +13,8 @@ deepspeed = pytest.importorskip("deepspeed")
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: E402
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker  # noqa: E402
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler  # noqa: E402
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # noqa: E402
+from deepspeed.runtime.zero.config import ZeroStageEnum  # noqa: E402
 
 from nvme_resume.errors import CorruptError  # noqa: E402
 from nvme_resume.manifest import Extras, decode, encode  # noqa: E402
@@ -62,6 +63,34 @@ def test_a_dynamic_loss_scaler_is_read_without_running_code(tmp_path: Path) -> N
     found = pt_files.OptimFile(optimizer_file(tmp_path / "o.pt", scaler))
     assert found.overflow
     assert found.loss_scaler.__dict__ == scaler.__dict__
+
+
+class ByGetattr:
+    """Pickles as ``getattr(owner, name)``, as enum members do in Python 3.11.0 to 3.11.3."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self) -> tuple[object, tuple[object, str]]:
+        return getattr, (self.owner, self.name)
+
+
+def test_enum_members_of_any_python_are_read(tmp_path: Path) -> None:
+    torch.save(
+        {"stage": ByGetattr(ZeroStageEnum, "weights"), "plain": ZeroStageEnum.weights}, tmp_path / "e.pt"
+    )
+    assert pt_files.load(tmp_path / "e.pt") == {
+        "stage": ZeroStageEnum.weights,
+        "plain": ZeroStageEnum.weights,
+    }
+
+
+@pytest.mark.parametrize("name", ["__class__", "mro", "nothing"])
+def test_getattr_is_no_way_out(tmp_path: Path, name: str) -> None:
+    owner = ZeroStageEnum if name != "mro" else LossScaler
+    torch.save({"x": ByGetattr(owner, name)}, tmp_path / "e.pt")
+    with pytest.raises(CorruptError, match="cannot be read safely"):
+        pt_files.load(tmp_path / "e.pt")
 
 
 class Evil:
