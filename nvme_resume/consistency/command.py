@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from nvme_resume import ops
 from nvme_resume.consistency import factory, launch
 from nvme_resume.consistency.run import Check
 from nvme_resume.consistency.settings import Settings
@@ -115,6 +116,7 @@ def check(
             timeout=timeout,
             keep=keep,
         )
+        ops.warn_stale_locks()
         report = Check(wanted, console).run()
     except NvmeResumeError as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nvme_resume import ops
 from nvme_resume.consistency import spec as orders
 from nvme_resume.consistency.spec import Spec
 from nvme_resume.errors import NvmeResumeError, PeerError
@@ -172,12 +173,8 @@ def _silent(order: Spec, workers: list[Rank], timeout: float) -> PeerError:
 
 def _stale_lock() -> str | None:
     """A build of DeepSpeed's operators that was killed leaves a lock, and the next one waits for ever."""
-    default = Path.home() / ".cache" / "torch_extensions"
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", default))
-    locks = [str(lock) for pattern in ("*/lock", "*/*/lock") for lock in folder.glob(pattern)]
-    if not locks:
-        return None
-    return f"if no other process is building DeepSpeed's operators now, remove {' '.join(locks)}"
+    stale = [str(lock.path) for lock in ops.find_stale_locks()]
+    return f"python -m nvme_resume.ops unlock (a dead build left {', '.join(stale)})" if stale else None
 
 
 def _how(code: int) -> str:

@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import math
+import os
 import struct
 import subprocess
 import sys
@@ -329,6 +330,7 @@ def test_silent_ranks_are_named(
 ) -> None:
     (tmp_path / "async_io").mkdir()
     (tmp_path / "async_io" / "lock").touch()
+    os.utime(tmp_path / "async_io" / "lock", (1, 1))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     with pytest.raises(PeerError, match="rank 0 and rank 1: nothing heard") as caught:
         launch.run(order(tmp_path, "build_silent"), 2, timeout=2)
