@@ -74,6 +74,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         logs.ensure_visible()
         supported.refuse_unsupported(engine)
         supported.refuse_too_few_buffers(engine)
+        supported.warn_misread_gradients(engine)
         if supported.version() not in supported.TESTED_DEEPSPEED:
             log.warning(
                 "DeepSpeed %s is not one nvme_resume was tested with (%s)",

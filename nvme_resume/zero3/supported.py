@@ -8,7 +8,9 @@ import deepspeed
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from nvme_resume import logs, plan
 from nvme_resume.errors import ConfigError, UnsupportedError
+from nvme_resume.zero3 import layout_of
 
 TESTED_DEEPSPEED = ("0.19.8",)
 
@@ -128,4 +130,45 @@ def refuse_too_few_buffers(engine: Any) -> None:
             expected=f">= {needed} ({in_flight} sub-groups in flight, {states + 2} buffers each)",
             found=config.buffer_count,
             hint=f'set "buffer_count": {needed}',
+        )
+
+
+_DIRECT_ALIGNMENT = 512  # bytes: what O_DIRECT asks of an address in memory
+
+
+def misread_gradients(
+    groups: list[plan.SubGroup], swapped: set[int], smallest: int, element: int
+) -> list[str]:
+    """Parameters whose gradients DeepSpeed reads wrongly from NVMe.
+
+    A gradient partition of at least ``smallest`` bytes is swapped on its own and read back into its place in the
+    sub-group (``optimizer_utils.py::get_swap_gradient_buffers``).  Where that place is not a multiple of 512 bytes the
+    O_DIRECT read fails, the aio op reports success, and the step uses what the buffer held before (0.19.8).
+    """
+    return [
+        p.name
+        for group in groups
+        if group.index in swapped
+        for p in group.params
+        if p.partition_numel * element >= smallest and p.offset * element % _DIRECT_ALIGNMENT
+    ]
+
+
+def warn_misread_gradients(engine: Any) -> None:
+    """Say so where DeepSpeed itself trains on wrong gradients: no resume can be exact there."""
+    optimizer = engine.optimizer
+    swapper = getattr(optimizer, "optimizer_swapper", None)
+    if swapper is None:
+        return
+    swapped = {i for i in range(len(optimizer.fp16_groups)) if optimizer._swappable_optimizer_subgroup(i)}
+    names = misread_gradients(
+        layout_of.sub_groups(engine), swapped, swapper.min_aio_bytes, swapper.swap_element_size
+    )
+    if names:
+        logs.logger.warning(
+            "DeepSpeed reads the gradients of %d parameters (first %s) from NVMe into places that are no multiple of "
+            "512 bytes; such reads fail without a word and training uses stale values. Put parameters of odd sizes "
+            "into another parameter group, or change sub_group_size or the number of ranks.",
+            len(names),
+            names[0],
         )

@@ -16,9 +16,10 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rn
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # noqa: E402
 from deepspeed.runtime.zero.config import ZeroStageEnum  # noqa: E402
 
+from nvme_resume import plan  # noqa: E402
 from nvme_resume.errors import CorruptError  # noqa: E402
 from nvme_resume.manifest import Extras, decode, encode  # noqa: E402
-from nvme_resume.zero3 import adam, layout_of, pt_files, rng  # noqa: E402
+from nvme_resume.zero3 import adam, layout_of, pt_files, rng, supported  # noqa: E402
 
 
 def draw() -> tuple[float, float, float]:
@@ -144,3 +145,18 @@ def test_the_hidden_product_is_brought_back(history: list[tuple[int, tuple[float
 
 def test_packed_indices_follow_groups() -> None:
     assert layout_of.packed_indices([0, 1, 0, 1]) == [0, 2, 1, 3]
+
+
+def test_gradients_that_deepspeed_misreads_are_named() -> None:
+    mib = 1 << 20
+
+    def param(name: str, numel: int, offset: int) -> plan.Param:
+        return plan.Param(name, (numel,), numel, numel, offset)
+
+    odd = plan.SubGroup(
+        0, 0, 0, (param("first", mib, 0), param("bias", 3, mib), param("second", mib, mib + 3))
+    )
+    even = plan.SubGroup(1, 0, 0, (param("third", mib, 0), param("fourth", mib, mib)))
+    assert supported.misread_gradients([odd, even], {0, 1}, mib, 4) == ["second"]
+    assert supported.misread_gradients([odd, even], {1}, mib, 4) == []
+    assert supported.misread_gradients([odd, even], {0, 1}, 8 * mib, 4) == []
