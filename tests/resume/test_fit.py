@@ -74,6 +74,17 @@ def test_from_cpu_offload_into_nvme(tmp_path: Path) -> None:
     assert run.ranks[0]["losses"] == first.ranks[0]["losses"][4:]
 
 
+def test_random_states_and_scheduler_can_be_left_alone(tmp_path: Path, saved: Path) -> None:
+    """``"rng": false`` and ``load_lr_scheduler_states=False``; all else is restored."""
+    load = {"dir": str(saved / "ck"), "load_lr_scheduler_states": False}
+    without = {"nvme_checkpoint": {"rng": False}, "load": load}
+    run = harness.run(tmp_path, "resumed", seed=9, dtype="fp32", until=SAVED_AT, **without)
+    expected, found = report(saved)["saved"][0], run.ranks[0]["loaded"]
+    differ = harness.differences(expected, found)
+    assert [d.split(":")[0] for d in differ] == ["/lr/scheduler", "/rng/numpy", "/rng/python", "/rng/torch"]
+    assert '"last_batch_iteration": -1' in found["lr"]["scheduler"]
+
+
 def test_another_dtype_keeps_the_masters(tmp_path: Path, saved: Path) -> None:
     """The 16-bit weights are cast anew from the saved fp32 masters; state is the saved state."""
     run = harness.run(tmp_path, "resumed", seed=9, dtype="bf16", until=SAVED_AT, load=str(saved / "ck"))
