@@ -109,6 +109,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         if supported.uses_nvme(self):
             self._save(Path(save_dir), name, client_state, save_latest, exclude_frozen_parameters)
             return True
+        self._nvme_peers.run(lambda: self._unseal(Path(save_dir) / name), "start of the save")
         super().save_checkpoint(  # type: ignore[misc]
             save_dir,
             tag=name,
@@ -162,8 +163,9 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
             )
         except BaseException as error:
             if self._publishes():
-                commit.discard(save_dir, staging)
-            if not isinstance(error, PeerError):  # with a rank gone, a collective would only hang
+                commit.discard(save_dir, staging, checkpoint_id)
+            # Only an error that was exchanged is known to reach every rank; else a collective would hang.
+            if isinstance(error, NvmeResumeError) and not isinstance(error, PeerError):
                 stock_loader.after(self)
             raise
         stock_loader.after(self)
@@ -186,8 +188,9 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         seam.current().make_folder(save_dir)
         if self._publishes():
             for leftover in catalog.leftovers(save_dir):
-                log.warning("removing %s, left behind by an interrupted save", leftover)
-                seam.current().remove_tree(leftover)
+                log.warning(
+                    "%s was left behind by an interrupted save: %s", leftover, commit.recover(leftover)
+                )
         return uuid.uuid4().hex[:12]
 
     def _write_rank(
@@ -256,6 +259,13 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
             "bytes": sum(f.size for f in files.values()),
         }
 
+    def _unseal(self, folder: Path) -> None:
+        """DeepSpeed's save overwrites a tag in place: records and swap files of a checkpoint there hold no more."""
+        if layout.valid_tag(folder.name) and self._publishes() and records.has_manifest(folder):
+            (folder / layout.manifest()).unlink()
+            for name in (layout.RECORDS, layout.SWAP, layout.PARAMS):
+                seam.current().remove_tree(folder / name)
+
     def _save_hidden_state(self, folder: Path) -> None:
         """Beside a checkpoint of plain DeepSpeed: CPUAdam's counters and the random states."""
         peers, options = self._nvme_peers, self._nvme_options
@@ -296,10 +306,12 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
             strict=load_module_strict and custom_load_fn is None,
             rng=self._nvme_options.rng,
         )
+        if self.load_universal_checkpoint():  # it names its own tag file and holds none of our records
+            return self._load_stock(load_dir, tag, None, wanted, custom_load_fn)
         chosen = peers.run(lambda: catalog.choose(Path(load_dir), tag), "choice of the checkpoint")
         peers.same(chosen[peers.rank], "tag")
         name: str | None = chosen[peers.rank]
-        if name is None or self.load_universal_checkpoint() or not supported.is_zero3(self):
+        if name is None or not supported.is_zero3(self):
             return self._load_stock(load_dir, tag, name, wanted, custom_load_fn)
         folder = Path(load_dir) / name
         if self._stock_can_load(folder):
@@ -358,6 +370,15 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         self, load_dir: str, tag: str | int | None, name: str | None, wanted: Wanted, custom_load_fn: Any
     ) -> tuple[str | None, Any]:
         """DeepSpeed's own load, then the hidden state if we saved it beside."""
+        rank = self._nvme_peers.rank
+        box: list[manifest.Extras] = []
+
+        def look() -> None:
+            path = Path(load_dir) / str(name) / layout.extras(rank)
+            if name is not None and not wanted.module_only and path.is_file():
+                box.append(records.read(Path(load_dir) / name, layout.extras(rank), manifest.Extras))
+
+        self._nvme_peers.run(look, "check of the hidden state")
         answer: tuple[str | None, Any] = super().load_checkpoint(  # type: ignore[misc]
             load_dir,
             tag=None if tag is None else str(tag),
@@ -367,14 +388,10 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
             load_module_only=wanted.module_only,
             custom_load_fn=custom_load_fn,
         )
-        rank = self._nvme_peers.rank
-        if name is None or wanted.module_only or not (Path(load_dir) / name / layout.extras(rank)).is_file():
-            return answer
-        folder = Path(load_dir) / name
-        extras = records.read(folder, layout.extras(rank), manifest.Extras)
-        if wanted.optimizer_states:
-            adam.restore(self, extras.adam)
-            self.micro_steps = extras.micro_steps
-        if wanted.rng:
-            restore_rng_of(Checkpoint.beside_stock(folder, self, extras), rank)
+        for extras in box:
+            if wanted.optimizer_states:
+                adam.restore(self, extras.adam)
+                self.micro_steps = extras.micro_steps
+            if wanted.rng:
+                restore_rng_of(Checkpoint.beside_stock(Path(load_dir) / str(name), self, extras), rank)
         return answer

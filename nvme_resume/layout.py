@@ -91,6 +91,11 @@ def retired(tag: str, save_id: str) -> str:
     return f"{RETIRED_PREFIX}{tag}.{save_id}"
 
 
+def retired_tag(name: str) -> str | None:
+    """The tag of a replaced checkpoint on its way out, or None for any other name."""
+    return name.removeprefix(RETIRED_PREFIX).rpartition(".")[0] if name.startswith(RETIRED_PREFIX) else None
+
+
 def is_leftover(name: str) -> bool:
     """True for a folder that only an interrupted save can have left behind."""
     return name.startswith((STAGING_PREFIX, RETIRED_PREFIX))

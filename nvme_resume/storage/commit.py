@@ -9,11 +9,14 @@ survives a power failure; (5) only then ``latest`` is replaced, by a file that i
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 from nvme_resume import layout
+from nvme_resume.errors import NvmeResumeError
 from nvme_resume.manifest import Manifest, encode
+from nvme_resume.storage import catalog, records
 from nvme_resume.storage import disk as seam
 
 
@@ -31,21 +34,37 @@ def publish(save_dir: Path, staging: str, manifest: Manifest, *, save_latest: bo
     disk.sync_folder(source / layout.RECORDS)
     disk.sync_folder(source)
     replaced: Path | None = None
-    if not target.exists():
-        disk.rename(source, target)
-    elif disk.exchange(source, target):
-        replaced = source
-    else:
-        # No RENAME_EXCHANGE here (NFS, some FUSE): two renames; a crash between them leaves the old
-        # checkpoint under a name that the next start recognises.
-        replaced = save_dir / layout.retired(manifest.tag, manifest.checkpoint_id)
-        disk.rename(target, replaced)
-        disk.rename(source, target)
-    disk.sync_folder(save_dir)
-    if save_latest:
-        write_latest(save_dir, manifest.tag, manifest.checkpoint_id)
+    exchanged = moved = False
+    try:
+        if not target.exists():
+            disk.rename(source, target)
+        elif disk.exchange(source, target):
+            replaced, exchanged = source, True
+        else:
+            # No RENAME_EXCHANGE here (NFS, some FUSE): two renames; a crash between them leaves the old
+            # checkpoint under a name that the next start recognises.
+            replaced = save_dir / layout.retired(manifest.tag, manifest.checkpoint_id)
+            disk.rename(target, replaced)
+            disk.rename(source, target)
+        moved = True
+        disk.sync_folder(save_dir)
+        if save_latest:
+            write_latest(save_dir, manifest.tag, manifest.checkpoint_id)
+    except OSError:
+        # Back to the state before, unless ``latest`` already names a tag that would be gone then.
+        if replaced is not None or catalog.read_latest(save_dir) != manifest.tag:
+            with contextlib.suppress(OSError):
+                if exchanged:
+                    disk.exchange(source, target)
+                else:
+                    if moved:
+                        disk.rename(target, source)
+                    if replaced is not None and replaced.exists():
+                        disk.rename(replaced, target)
+        raise
     if replaced is not None:
-        disk.remove_tree(replaced)
+        with contextlib.suppress(OSError):  # committed all the same; the next save removes what is left
+            disk.remove_tree(replaced)
     return target
 
 
@@ -53,14 +72,37 @@ def write_latest(save_dir: Path, tag: str, save_id: str) -> None:
     """Replace ``latest`` atomically and durably."""
     disk = seam.current()
     temporary = save_dir / f"{layout.STAGING_PREFIX}{layout.LATEST}.{save_id}"
-    disk.write(temporary, tag.encode())
-    disk.rename(temporary, save_dir / layout.LATEST)
+    try:
+        disk.write(temporary, tag.encode())
+        disk.rename(temporary, save_dir / layout.LATEST)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     disk.sync_folder(save_dir)
 
 
-def discard(save_dir: Path, staging: str) -> None:
-    """Remove an unpublished staging folder (a failure to do so is not worth another error)."""
+def discard(save_dir: Path, staging: str, checkpoint_id: str) -> None:
+    """Remove an unpublished staging folder (a failure to do so is not worth another error).
+
+    A folder there with another checkpoint's manifest is an older checkpoint that could not be put back: it stays.
+    """
+    folder = save_dir / staging
     try:
-        seam.current().remove_tree(save_dir / staging)
-    except OSError:
+        if records.has_manifest(folder) and records.read_manifest(folder).checkpoint_id != checkpoint_id:
+            return
+        seam.current().remove_tree(folder)
+    except (OSError, NvmeResumeError):
         return
+
+
+def recover(leftover: Path) -> str:
+    """Deal with what an interrupted save left; says what was done.
+
+    A replaced checkpoint whose tag is missing (a crash between two renames) gets its name back, all else goes.
+    """
+    tag = layout.retired_tag(leftover.name)
+    if tag is not None and not (leftover.parent / tag).exists() and records.has_manifest(leftover):
+        seam.current().rename(leftover, leftover.parent / tag)
+        return f"put back as {tag}"
+    seam.current().remove_tree(leftover)
+    return "removed"

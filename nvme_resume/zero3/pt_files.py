@@ -77,9 +77,9 @@ def _unreadable(path: Path, error: Exception) -> CorruptError:
 class OptimFile:
     """One rank's ``*_optim_states.pt``."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, trust: Callable[[], None] | None = None) -> None:
         self.path = path
-        content = load(path)
+        content = load(path, trust)
         try:
             self.content: dict[str, Any] = content[OPTIMIZER_STATE_DICT]
             self.ds_config: dict[str, Any] = content.get("ds_config") or {}

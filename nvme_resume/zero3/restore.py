@@ -185,18 +185,23 @@ class Restore:
                 continue
             for rank, _, _, _ in self._frozen_pieces(name, saved[name].numel):
                 source = next(f for f in self.checkpoint.record(rank).frozen if f.name == name)
-                if self._file_to_file(param, source.file) is not None and source.file is not None:
+                if (
+                    self._file_to_file(param, source.file, source.dtype) is not None
+                    and source.file is not None
+                ):
                     self._stager.stage_param_file(rank, source.file, Path(param.nvme_swapper.get_path(param)))
                 else:
                     self._stager.use_file(rank, source.file or self.checkpoint.record(rank).model_file)
 
-    def _file_to_file(self, param: Any, file: str | None) -> Path | None:
+    def _file_to_file(self, param: Any, file: str | None, dtype: str) -> Path | None:
         """The live swap file of a frozen parameter when the saved file can replace it as it is."""
         if file is None or not self.same_world or not self.checkpoint.sealed:
             return None
         if param.ds_tensor.status is not PartitionedParamStatus.NOT_AVAILABLE:
             return None
         swapper = param.nvme_swapper
+        if dtype != layout_of.dtype_name(swapper.dtype):
+            return None
         size = swapper._io_aligned_numel(int(param.ds_tensor.ds_numel)) * swapper.swap_element_size
         sealed = self.checkpoint.seals(self.saved_rank).get(file)
         return Path(swapper.get_path(param)) if sealed is not None and sealed.size == size else None
@@ -349,7 +354,7 @@ class Restore:
         for name, param in layout_of.frozen_params(self.engine):
             if name not in saved or not saved[name].numel:
                 continue
-            if self._file_to_file(param, saved[name].file) is not None:
+            if self._file_to_file(param, saved[name].file, saved[name].dtype) is not None:
                 continue  # its swap file has been replaced already
             fragment = param.ds_tensor
             flat = torch.zeros(int(fragment.ds_numel), dtype=layout_of.dtype_of(saved[name].dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ class Checkpoint:
         self._extras: dict[int, Extras] = {}
         self._seals: dict[int, dict[str, FileSeal]] = {}
         self._records: dict[int, RankRecord] = {}
-        self._optim = lru_cache(maxsize=None)(pt_files.OptimFile)
+        self._optim = lru_cache(maxsize=None)(self._open_optim)
         self._model = lru_cache(maxsize=None)(self._open_model)
         if self.sealed:
             self.head = records.read_manifest(folder)
@@ -85,7 +86,20 @@ class Checkpoint:
 
     def optim(self, rank: int) -> pt_files.OptimFile:
         """DeepSpeed's optimizer file of a saved rank."""
-        return self._optim(self.path(rank, self.record(rank).optim_file))
+        return self._optim(rank)
+
+    def _open_optim(self, rank: int) -> pt_files.OptimFile:
+        relative = self.record(rank).optim_file
+        return pt_files.OptimFile(self.path(rank, relative), self._trust(rank, relative))
+
+    def _trust(self, rank: int, relative: str) -> Callable[[], None]:
+        """What must hold before a file is unpickled: our hash matches, where there is one."""
+
+        def verified() -> None:
+            sealed = {relative: self.seals(rank)[relative]}
+            verify.full(self.folder, sealed, Options(), rank=rank, tag=self.tag)
+
+        return verified if self.sealed else stock.as_deepspeed_does
 
     def model(self, rank: int) -> dict[str, Any]:
         """DeepSpeed's model file of a saved rank."""
@@ -93,12 +107,7 @@ class Checkpoint:
 
     def _open_model(self, rank: int) -> dict[str, Any]:
         relative = self.record(rank).model_file
-
-        def trust() -> None:
-            sealed = {relative: self.seals(rank)[relative]}
-            verify.full(self.folder, sealed, Options(), rank=rank, tag=self.tag)
-
-        return pt_files.load(self.path(rank, relative), trust if self.sealed else stock.as_deepspeed_does)
+        return pt_files.load(self.path(rank, relative), self._trust(rank, relative))
 
     def find(self, rank: int, sub_group: int, key: str) -> TensorRecord:
         """The record of one flat tensor."""

@@ -32,7 +32,7 @@ _MOST_PADDING = 1 << 20  # bytes a swap file may exceed its tensor by (alignment
 def as_deepspeed_does() -> None:
     """Trust for files without a hash: plain DeepSpeed unpickles its model file in any case."""
     logs.logger.warning(
-        "this checkpoint's client_state holds objects beyond plain values and tensors; reading it runs code from it"
+        "this checkpoint of plain DeepSpeed holds objects beyond plain values and tensors; reading it runs code from it"
     )
 
 
@@ -72,7 +72,7 @@ def synthesize(folder: Path, rank: int, engine: Any) -> RankRecord:
             tag=folder.name,
             path=str(folder / layout.optim_states(rank, False)),
         )
-    optim = pt_files.OptimFile(folder / optim_name)
+    optim = pt_files.OptimFile(folder / optim_name, as_deepspeed_does)
     shapes = model.get(PARAM_SHAPES)
     if not isinstance(shapes, list) or len(shapes) != len(optim.masters):
         raise CorruptError(

@@ -24,12 +24,17 @@ def test_a_short_source_names_file_and_offset(tmp_path: Path) -> None:
 
 
 def test_interrupt_stops_a_slow_transfer(tmp_path: Path) -> None:
+    # A job in the background of a shell starts with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     (tmp_path / "a").write_bytes(b"x" * (64 << 20))
     options = Options(bandwidth_limit_mib=1.0, block_mib=1)
     threading.Timer(0.7, lambda: signal.raise_signal(signal.SIGINT)).start()
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        transfer.run([transfer.Copy(tmp_path / "a", tmp_path / "b")], options, what="test", sync=False)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            transfer.run([transfer.Copy(tmp_path / "a", tmp_path / "b")], options, what="test", sync=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert time.monotonic() - start < 20  # the whole would take a minute
 
 
