@@ -89,9 +89,12 @@ class Disk:
         raise OSError(code, os.strerror(code), str(other))
 
     def remove_tree(self, path: Path) -> None:
-        """rm -r; a folder that is already gone is fine."""
+        """rm -r of a folder or a file; one that is already gone is fine."""
         with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(path)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
     def free_bytes(self, path: Path) -> int:
         """Bytes an unprivileged process may still write on the file system of ``path``."""

@@ -122,3 +122,10 @@ def test_a_crash_between_two_renames_is_mended(tmp_path: Path) -> None:
     assert [commit.recover(p) for p in catalog.leftovers(tmp_path)] == [f"put back as {HEAD.tag}", "removed"]
     assert content(tmp_path) == "old"
     assert not (tmp_path / staging).exists()
+
+
+def test_a_crash_before_latest_moved_leaves_a_file_that_goes(tmp_path: Path) -> None:
+    commit.publish(tmp_path, stage(tmp_path, "old"), HEAD, save_latest=True)
+    (tmp_path / f"{layout.STAGING_PREFIX}{layout.LATEST}.x1").write_text("half")
+    assert [commit.recover(p) for p in catalog.leftovers(tmp_path)] == ["removed"]
+    assert content(tmp_path) == "old"

@@ -107,6 +107,18 @@ def test_other_objects_are_refused(tmp_path: Path) -> None:
     assert not Path("/tmp/nvme-resume-evil").exists()
 
 
+def test_numpy_values_in_groups_are_read_once_trusted(tmp_path: Path) -> None:
+    """LambdaLR with numpy makes the learning rate a numpy scalar; asked first, never silently."""
+    path = tmp_path / "o.pt"
+    inner = {"state": {}, "param_groups": [{"lr": np.float64(0.5), "params": []}]}
+    torch.save({"x": inner}, path)
+    asked = []
+    assert pt_files.load(path, lambda: asked.append(1))["x"]["param_groups"][0]["lr"] == 0.5
+    assert asked == [1]
+    with pytest.raises(CorruptError, match="cannot be read safely"):
+        pt_files.load(path)
+
+
 class FakeEngine:
     """As much of an engine as ``adam`` looks at."""
 
