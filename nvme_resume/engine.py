@@ -109,7 +109,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         if supported.uses_nvme(self):
             self._save(Path(save_dir), name, client_state, save_latest, exclude_frozen_parameters)
             return True
-        self._nvme_peers.run(lambda: self._unseal(Path(save_dir) / name), "start of the save")
+        self._nvme_peers.run(lambda: self._before_stock_save(Path(save_dir) / name), "start of the save")
         super().save_checkpoint(  # type: ignore[misc]
             save_dir,
             tag=name,
@@ -259,8 +259,10 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
             "bytes": sum(f.size for f in files.values()),
         }
 
-    def _unseal(self, folder: Path) -> None:
-        """DeepSpeed's save overwrites a tag in place: records and swap files of a checkpoint there hold no more."""
+    def _before_stock_save(self, folder: Path) -> None:
+        """Refuse what could not be resumed; forget what DeepSpeed is about to overwrite in place."""
+        if supported.is_zero3(self):
+            quiesce.accumulation(self)
         if layout.valid_tag(folder.name) and self._publishes() and records.has_manifest(folder):
             (folder / layout.manifest()).unlink()
             for name in (layout.RECORDS, layout.SWAP, layout.PARAMS):
@@ -349,13 +351,13 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
             stock_loader.before(self)
             answer.append(stock_loader.load(self, folder, restore.saved_rank, wanted, custom_load_fn))
             restore.apply()
+            restore.restore_rng()
 
         try:
             peers.run(apply, "restore")
         finally:
             restore.discard()
         stock_loader.after(self)
-        restore.restore_rng()
         if peers.rank == 0:
             log.info(
                 "resumed %s at step %d in %.2f s%s",
@@ -388,10 +390,18 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
             load_module_only=wanted.module_only,
             custom_load_fn=custom_load_fn,
         )
-        for extras in box:
-            if wanted.optimizer_states:
-                adam.restore(self, extras.adam)
-                self.micro_steps = extras.micro_steps
-            if wanted.rng:
-                restore_rng_of(Checkpoint.beside_stock(Path(load_dir) / str(name), self, extras), rank)
+
+        def apply_hidden() -> None:
+            for extras in box:
+                self._restore_hidden_state(Path(load_dir) / str(name), extras, wanted)
+
+        self._nvme_peers.run(apply_hidden, "restore of the hidden state")
         return answer
+
+    def _restore_hidden_state(self, folder: Path, extras: manifest.Extras, wanted: Wanted) -> None:
+        """What we saved beside a checkpoint that plain DeepSpeed wrote and loaded."""
+        if wanted.optimizer_states:
+            adam.restore(self, extras.adam)
+            self.micro_steps = extras.micro_steps
+        if wanted.rng:
+            restore_rng_of(Checkpoint.beside_stock(folder, self, extras), self._nvme_peers.rank)

@@ -13,8 +13,13 @@ logger = logging.getLogger("nvme_resume")
 
 
 def ensure_visible() -> None:
-    """Let INFO lines reach stderr unless the program has set up logging for us or for everything."""
-    if logger.level != logging.NOTSET or logger.hasHandlers():
+    """Let INFO lines reach the program's handlers, or stderr where it has none; a level set for us stays."""
+    if logger.level != logging.NOTSET:
+        return
+    root = logging.getLogger()
+    if any(handler.level <= logging.INFO for handler in root.handlers):
+        # Some library's first warning sets up a handler for everything and leaves the level at WARNING.
+        logger.setLevel(logging.INFO)
         return
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [nvme_resume] %(message)s"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,8 +34,23 @@ def read(folder: Path, relative: str, kind: type[R]) -> R:
 
 
 def has_manifest(folder: Path) -> bool:
-    """True when nvme_resume committed this folder."""
-    return (folder / layout.manifest()).is_file()
+    """True when nvme_resume committed this folder (whatever stands under the name is checked when it is read).
+
+    Raises CorruptError where rank records stand without a manifest: only extras may, beside plain DeepSpeed's files.
+    """
+    if os.path.lexists(folder / layout.manifest()):
+        return True
+    orphans = sorted((folder / layout.RECORDS).glob("rank*.seal.json"))
+    if orphans:
+        raise CorruptError(
+            "the manifest is missing",
+            tag=folder.name,
+            path=str(folder / layout.manifest()),
+            expected=f"a manifest beside {orphans[0].name}",
+            found="none",
+            hint="load an older tag of the same folder by its name",
+        )
+    return False
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -6,6 +6,8 @@ so opening a file of any size costs nothing.
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
@@ -46,6 +48,10 @@ def load(path: Path, trust: Callable[[], None] | None = None) -> dict[str, Any]:
     ``trust`` is asked first and raises if the file is not the one that was saved.  Raises CorruptError when the file
     is damaged, or holds such objects and there is no ``trust``.
     """
+    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        raise CorruptError(
+            "not a regular file", path=str(path), hint="load an older tag of the same folder by its name"
+        )
     try:
         with torch.serialization.safe_globals(_ALLOWED):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

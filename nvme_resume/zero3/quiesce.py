@@ -51,6 +51,17 @@ def accumulation(engine: Any) -> Accumulation | None:
             "a save between backward() and step() of an optimizer step would drop its gradients",
             hint="call save_checkpoint() after engine.step()",
         )
+    if (
+        optimizer._epilogue_ran_this_backward
+        and engine.managed_gradient_accumulation()
+        and engine._is_gradient_accumulation_boundary is None
+        and engine.micro_steps % engine.gradient_accumulation_steps() == optimizer.micro_step_id
+    ):
+        # backward() has counted this micro batch in the optimizer, step() has not counted it in the engine yet.
+        raise UnsupportedError(
+            "a save between backward() and step() of a micro batch would count it twice on resume",
+            hint="call save_checkpoint() after engine.step()",
+        )
     if not optimizer.micro_step_id and not optimizer._epilogue_ran_this_backward:
         return None
     names = {param.ds_id: engine.param_names[param] for group in optimizer.fp16_groups for param in group}

@@ -19,7 +19,7 @@ from nvme_resume import compat, logs, plan
 from nvme_resume.config import Options
 from nvme_resume.errors import IncompatibleError
 from nvme_resume.manifest import MASTER, Extras, RankRecord
-from nvme_resume.storage import transfer
+from nvme_resume.storage import transfer, verify
 from nvme_resume.zero3 import adam, layout_of, quiesce, rng
 from nvme_resume.zero3.capture import GRADIENTS
 from nvme_resume.zero3.source import Checkpoint
@@ -60,6 +60,9 @@ class Restore:
         self.saved_rank = rank % self.checkpoint.world_size
         self.same_world = self.checkpoint.world_size == world_size
         self.sources: list[plan.Source] = []
+        self._frozen_staged: set[str] = (
+            set()
+        )  # decided once: parameters move between memory and NVMe meanwhile
         self._stager = Stager(self.checkpoint, options, rank, uuid.uuid4().hex[:12])
 
     # ---- first half: look, do not touch ----
@@ -75,6 +78,13 @@ class Restore:
 
     def _prepare(self, *, show: bool) -> None:
         record = self.checkpoint.record(self.saved_rank)
+        # Kinds and sizes first: nothing is opened that is no regular file of the right size.
+        verify.structure(
+            self.checkpoint.folder,
+            self.checkpoint.seals(self.saved_rank),
+            rank=self.saved_rank,
+            tag=self.checkpoint.tag,
+        )
         present = layout_of.describe(self.engine, self.rank, self.world_size)
         compat.check(record, present, weights_only=self.wanted.weights_only, partial_frozen=not record.frozen)
         self._check_model_file(record)
@@ -189,6 +199,7 @@ class Restore:
                     self._file_to_file(param, source.file, source.dtype) is not None
                     and source.file is not None
                 ):
+                    self._frozen_staged.add(name)
                     self._stager.stage_param_file(rank, source.file, Path(param.nvme_swapper.get_path(param)))
                 else:
                     self._stager.use_file(rank, source.file or self.checkpoint.record(rank).model_file)
@@ -354,7 +365,7 @@ class Restore:
         for name, param in layout_of.frozen_params(self.engine):
             if name not in saved or not saved[name].numel:
                 continue
-            if self._file_to_file(param, saved[name].file, saved[name].dtype) is not None:
+            if name in self._frozen_staged:
                 continue  # its swap file has been replaced already
             fragment = param.ds_tensor
             flat = torch.zeros(int(fragment.ds_numel), dtype=layout_of.dtype_of(saved[name].dtype))

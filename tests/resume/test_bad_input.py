@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +96,27 @@ def lead_outside(tag: Path) -> str:
     return "outside"
 
 
+def remove_manifest_and_flip(tag: Path) -> str:
+    """Without a manifest it must not pass for a checkpoint of plain DeepSpeed, which has no hashes."""
+    flip(tag)
+    (tag / "nvme_resume" / "manifest.json").unlink()
+    return "manifest is missing"
+
+
+def fifo_manifest(tag: Path) -> str:
+    return fifo(tag / "nvme_resume" / "manifest.json")
+
+
+def fifo_optimizer_file(tag: Path) -> str:
+    return fifo(next(tag.glob("*_optim_states.pt")))
+
+
+def fifo(path: Path) -> str:
+    path.unlink()
+    os.mkfifo(path)
+    return path.name
+
+
 def symlink(tag: Path) -> str:
     path = swap_file(tag)
     elsewhere = tag.parent / "elsewhere"
@@ -113,6 +135,9 @@ DAMAGES = [
     edit_record,
     lead_outside,
     symlink,
+    remove_manifest_and_flip,
+    fifo_manifest,
+    fifo_optimizer_file,
 ]
 
 
