@@ -23,6 +23,21 @@ BUILDERS = ("AsyncIOBuilder", "CPUAdamBuilder", "CPUAdagradBuilder", "CPULionBui
 CPU_ONLY_BUILDERS = ("ShareMemCommBuilder",)  # several ranks on one CPU-only machine
 _SETTLE_SECONDS = 60.0  # a lock younger than this may belong to a build that has no compiler running yet
 _TICK_SECONDS = 15.0
+_CONFIRM_SECONDS = 0.2  # between two looks at a lock: a builder that ends closes its lock, then removes it
+
+# Where a builder may run on another machine, out of sight: there only silence of an hour tells.
+_NETWORK_FILESYSTEMS = (
+    "nfs",
+    "cifs",
+    "smb",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "fuse.glusterfs",
+    "fuse.sshfs",
+)
+_NETWORK_SETTLE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -36,40 +51,85 @@ class StaleLock:
 def extensions_root() -> Path:
     """Where torch keeps compiled extensions (``torch/utils/cpp_extension.py::get_default_build_root``)."""
     configured = os.environ.get("TORCH_EXTENSIONS_DIR")
-    return Path(configured) if configured else Path.home() / ".cache" / "torch_extensions"
+    if configured:
+        return Path(configured)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
 
 
 def find_stale_locks(root: Path | None = None) -> list[StaleLock]:
-    """Locks older than a minute in whose folder no process runs or is named on a command line."""
+    """Locks older than a minute that no process holds, and in whose folder none runs or is named."""
     root = extensions_root() if root is None else root
     if not root.is_dir():
         return []
-    found = []
-    for lock in sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]):
-        try:
-            age = time.time() - lock.stat().st_mtime
-        except FileNotFoundError:
-            continue
-        if age > _SETTLE_SECONDS and not _in_use(lock.parent):
-            found.append(StaleLock(lock, age))
-    return found
+    found = [
+        stale for lock in sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]) if (stale := _stale(lock))
+    ]
+    if found:
+        time.sleep(_CONFIRM_SECONDS)
+    return [stale for lock in found if (stale := _stale(lock.path))]
 
 
-def _in_use(folder: Path) -> bool:
-    """Is any other process working in ``folder``, or called with it?"""
-    wanted = os.fsencode(folder.resolve())
+def _stale(lock: Path) -> StaleLock | None:
+    try:
+        facts = lock.stat()
+        age = time.time() - facts.st_mtime
+        settle = _SETTLE_SECONDS
+        if _on_network(lock.parent):
+            settle = _NETWORK_SETTLE_SECONDS
+            age = min(age, *(time.time() - path.stat().st_mtime for path in lock.parent.iterdir()))
+    except FileNotFoundError:
+        return None
+    return StaleLock(lock, age) if age > settle and not _in_use(lock, facts.st_uid) else None
+
+
+def _on_network(folder: Path) -> bool:
+    """Is ``folder`` on a filesystem that other machines may write to?"""
+    folder, kinds = folder.resolve(), {}
+    for line in Path("/proc/self/mounts").read_text(errors="surrogateescape").splitlines():
+        _, mount, kind, *_ = line.split(" ")
+        kinds[Path(mount.replace("\\040", " "))] = kind
+    nearest = next((kinds[path] for path in (folder, *folder.parents) if path in kinds), "")
+    return nearest.startswith(_NETWORK_FILESYSTEMS)
+
+
+def _in_use(lock: Path, owner: int) -> bool:
+    """Does a process hold ``lock`` open (torch's does while it builds), or work in its folder, or name it?
+
+    Where the lock is another user's, a process of theirs that we may not look at counts: it may be the builder.
+    """
+    lock = lock.resolve()
+    folder, name = os.fsencode(lock.parent), os.fsencode(lock)
     for process in Path("/proc").iterdir():
-        if not process.name.isdigit() or int(process.name) == os.getpid():
+        if not process.name.isdigit():
             continue
         try:
-            if (
-                os.fsencode((process / "cwd").readlink()) == wanted
-                or wanted in (process / "cmdline").read_bytes()
+            if int(process.name) != os.getpid() and (
+                folder in (process / "cmdline").read_bytes()
+                or os.fsencode((process / "cwd").readlink()) == folder
             ):
                 return True
+            if any(_target(entry) == name for entry in (process / "fd").iterdir()):
+                return True
+        except PermissionError:
+            if owner != os.geteuid() and _owner(process) == owner:
+                return True
         except OSError:
-            continue  # it ended, or it is not ours to look at
+            continue  # it ended
     return False
+
+
+def _owner(process: Path) -> int | None:
+    try:
+        return process.stat().st_uid
+    except FileNotFoundError:
+        return None
+
+
+def _target(link: Path) -> bytes | None:
+    try:
+        return os.fsencode(link.readlink())
+    except FileNotFoundError:  # closed meanwhile
+        return None
 
 
 def warn_stale_locks() -> None:
@@ -105,24 +165,55 @@ def build() -> int:
         ticker = threading.Thread(target=_tick, args=(label, built, start), daemon=True)
         ticker.start()
         try:
-            accelerator.create_op_builder(name).load(verbose=False)
+            builder = accelerator.create_op_builder(name)
+            if not any(op.stem == builder.name for op in _built_ops()):
+                print(f"{label}: compiling, may take minutes", flush=True)
+            _wait_for_lock(label, builder.name, "pin_memory")  # async_io builds pin_memory on its way
+            builder.load(verbose=False)
             outcome = "ready"
         except Exception as error:
-            outcome = f"FAILED: {str(error).strip().splitlines()[-1]}"
+            print(
+                f"{error}", file=sys.stderr, flush=True
+            )  # all of it: the compiler's words are in the middle
+            outcome = f"FAILED: {(str(error).strip() or repr(error)).splitlines()[0]}"
             failed += 1
-        built.set()
-        ticker.join()
+        finally:
+            built.set()
+            ticker.join()
         print(f"{label}: {outcome} ({time.monotonic() - start:.0f} s)", flush=True)
     return 1 if failed else 0
+
+
+def _wait_for_lock(label: str, *ops: str) -> None:
+    """Until the builder is done or the ticker has found it dead.
+
+    Left to wait by itself torch takes the op for built when the lock goes, and does not compile it.
+    """
+    root = extensions_root()
+    for lock in [path for op in ops for path in [root / op / "lock", *root.glob(f"*/{op}/lock")]]:
+        if lock.exists():
+            print(f"{label}: waiting for {lock}, of another build or of a dead one", flush=True)
+        while lock.exists():
+            time.sleep(_CONFIRM_SECONDS)
+
+
+def _built_ops() -> list[Path]:
+    root = extensions_root()
+    return sorted(
+        path for path in [*root.glob("*/*.so"), *root.glob("*/*/*.so")] if path.stem == path.parent.name
+    )
 
 
 def _tick(label: str, built: threading.Event, start: float) -> None:
     while not built.wait(_TICK_SECONDS):
         print(f"{label}: compiling, {time.monotonic() - start:.0f} s so far", flush=True)
+        unlock()  # a lock that was too young to judge at the start
 
 
 def status() -> int:
-    """Print stale locks; exit code 1 when there are any."""
+    """Print what is built and which locks are stale; exit code 1 when there are such locks."""
+    for op in _built_ops():
+        print(f"built: {op}")
     stale = find_stale_locks()
     for lock in stale:
         print(f"stale: {lock.path} ({lock.age_seconds:.0f} s old)")

@@ -43,6 +43,8 @@ DEFAULTS: dict[str, Any] = {
     "buffers": 0,
     "failing_loads": [],
     "reload": None,
+    "train_before_load": False,
+    "save_after_backward": None,
 }
 
 

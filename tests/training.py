@@ -211,12 +211,28 @@ def save_checkpoint(
     result.setdefault("saved", []).append(digests(engine))
 
 
+refused: list[tuple[str, str]] = []
+
+
+def refused_save(engine: Any, folder: str) -> tuple[str, str]:
+    """What a save says that must not be made."""
+    from nvme_resume import NvmeResumeError
+
+    try:
+        engine.save_checkpoint(folder)
+    except NvmeResumeError as error:
+        return type(error).__name__, str(error)
+    return "none", "saved"
+
+
 def train(case: dict[str, Any], engine: Any, rank: int, start: int, until: int) -> list[str]:
     """Micro batches ``start`` to ``until``; losses as hexadecimal floats."""
     losses = []
     for micro in range(start, until):
         loss = engine(batch(case, rank, micro))
         engine.backward(loss)
+        if case["save_after_backward"]:
+            refused.append(refused_save(engine, case["save_after_backward"]))
         engine.step()
         losses.append(float(loss).hex())
     return losses
@@ -234,6 +250,8 @@ def main(path: str) -> None:
         engine = make_engine(case)
         start = 0
         result["failures"] = [failing_load(engine, load) for load in case["failing_loads"]]
+        if case["train_before_load"]:
+            train(case, engine, rank, 50, 51)
         if case["load"]:
             load = case["load"]
             tags = load if isinstance(load, dict) else {"dir": load}
@@ -259,6 +277,7 @@ def main(path: str) -> None:
         if case["reload"]:
             found, state = engine.load_checkpoint(case["reload"])
             result["reloaded_losses"] = train(case, engine, rank, state["micro"], case["until"])
+        result["refused"] = refused
         result["final"] = digests(engine) if not case["skip_final_digest"] else None
     except BaseException as error:
         result["error"] = {"type": type(error).__name__, "text": str(error), "trace": traceback.format_exc()}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -126,3 +128,25 @@ def test_errors_survive_pickling(kind: type[NvmeResumeError]) -> None:
         == str(error)
         == "[rank 1, tag t, file p, offset 3] words (expected 1, found 2). Next: do that"
     )
+
+
+def test_log_lines_are_visible_whatever_the_root_logger_does() -> None:
+    """Nothing configured; a library's first warning configured; the user set a level for us."""
+    program = (
+        "import logging, sys\n"
+        "exec(sys.argv[1])\n"
+        "from nvme_resume import logs\n"
+        "logs.ensure_visible()\n"
+        "logs.logger.info('committed it')\n"
+    )
+    for before, seen in (
+        ("pass", True),
+        ("logging.warning('x')", True),
+        ("logging.basicConfig(level=logging.INFO)", True),
+        ("logging.getLogger('nvme_resume').setLevel(logging.ERROR)", False),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", program, before], capture_output=True, text=True, check=True
+        )
+        assert ("committed it" in done.stderr) == seen, before
+        assert done.stderr.count("committed it") <= 1

@@ -72,24 +72,28 @@ def test_running_past_a_checkpoint_saving_a_tag_again_and_resuming_twice(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "case", [{}, {"pipelined": True, "offload_param": "nvme"}, {"offload_optimizer": "cpu"}]
+    "case",
+    [
+        {},
+        {"pipelined": True, "offload_param": "nvme"},
+        {"offload_optimizer": "cpu"},
+        # Frozen parameters that are persistent are in memory while a load is prepared, on NVMe while it is applied.
+        {"lora": True, "offload_param": "nvme", "persistence": 10_000_000, "train_before_load": True},
+    ],
 )
 def test_going_back_to_a_checkpoint_in_the_same_process(tmp_path: Path, case: dict[str, Any]) -> None:
     """An engine that has trained on goes back and repeats itself; a save right after a load is the same checkpoint."""
     checkpoint, copy = str(tmp_path / "ck"), str(tmp_path / "copy")
+    settings = {"dtype": "fp32", **case}
+    save = {"at": 3, "dir": checkpoint}
     run = harness.run(
-        tmp_path,
-        "run",
-        until=6,
-        saves=[{"at": 3, "dir": checkpoint}],
-        reload=checkpoint,
-        dtype="fp32",
-        **case,
+        tmp_path, "run", until=6, saves=[save], reload=checkpoint, **{**settings, "train_before_load": False}
     )
     assert run.ranks[0]["reloaded_losses"] == run.ranks[0]["losses"][3:]
-    again = {"dtype": "fp32", **case}
-    harness.run(tmp_path, "copy", seed=8, until=3, load=checkpoint, saves=[{"at": 3, "dir": copy}], **again)
-    resumed = harness.run(tmp_path, "resumed", seed=9, until=6, load=copy, **again)
+    harness.run(
+        tmp_path, "copy", seed=8, until=3, load=checkpoint, saves=[{"at": 3, "dir": copy}], **settings
+    )
+    resumed = harness.run(tmp_path, "resumed", seed=9, until=6, load=copy, **settings)
     assert resumed.ranks[0]["losses"] == run.ranks[0]["losses"][3:]
 
 
@@ -119,3 +123,14 @@ def test_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
     assert resumed.ranks[0]["start"] == 2
     assert resumed.ranks[0]["losses"] == whole.ranks[0]["losses"][2:]
     assert sorted(p.name for p in checkpoint.iterdir() if p.is_dir()) == ["global_step2", "global_step4"]
+
+
+@pytest.mark.parametrize("offload", ["nvme", "cpu"])
+def test_a_save_between_backward_and_step_is_refused(tmp_path: Path, offload: str) -> None:
+    """Both inside an accumulation window and at its end; nothing is published (case E9)."""
+    folder = tmp_path / "ck"
+    run = harness.run(
+        tmp_path, "run", until=4, accumulation=2, offload_optimizer=offload, save_after_backward=str(folder)
+    )
+    assert [kind for kind, _ in run.ranks[0]["refused"]] == ["UnsupportedError"] * 4
+    assert not (folder / "latest").exists()
