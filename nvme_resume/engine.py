@@ -310,6 +310,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         )
         if self.load_universal_checkpoint():  # it names its own tag file and holds none of our records
             return self._load_stock(load_dir, tag, None, wanted, custom_load_fn)
+        peers.run(lambda: self._mend(Path(load_dir)), "look at the checkpoint folder")
         chosen = peers.run(lambda: catalog.choose(Path(load_dir), tag), "choice of the checkpoint")
         peers.same(chosen[peers.rank], "tag")
         name: str | None = chosen[peers.rank]
@@ -319,6 +320,11 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         if self._stock_can_load(folder):
             return self._load_stock(load_dir, tag, name, wanted, custom_load_fn)
         return self._load(folder, wanted, custom_load_fn)
+
+    def _mend(self, load_dir: Path) -> None:
+        if self._publishes():
+            for tag in commit.mend(load_dir):
+                log.warning("%s was being replaced when a save died: put back", load_dir / tag)
 
     def _stock_can_load(self, folder: Path) -> bool:
         """Leave the load to DeepSpeed: state it keeps on the accelerator alone, saved by itself."""

@@ -6,7 +6,7 @@ Exit codes of all commands: 0 good, 1 error, 2 usage, 3 good but partial checkpo
 
 import typer
 
-from nvme_resume.cli import check
+from nvme_resume.cli import build_ops, check
 
 app = typer.Typer(
     name="nvme-resume",
@@ -18,12 +18,8 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _commands() -> None:
-    """Keeps ``check`` a command of its own while it is the only one."""
-
-
 check.register(app)
+build_ops.register(app)
 
 
 def main() -> None:

@@ -95,6 +95,17 @@ def discard(save_dir: Path, staging: str, checkpoint_id: str) -> None:
         return
 
 
+def mend(save_dir: Path) -> list[str]:
+    """Give checkpoints their name back that a crash between two renames left without; the tags."""
+    found = []
+    for leftover in catalog.leftovers(save_dir):
+        tag = layout.retired_tag(leftover.name)
+        if tag is not None and not (save_dir / tag).exists():
+            recover(leftover)
+            found.append(tag)
+    return found
+
+
 def recover(leftover: Path) -> str:
     """Deal with what an interrupted save left; says what was done.
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TypeVar
 
-from nvme_resume import layout, manifest
+from nvme_resume import integrity, layout, manifest
 from nvme_resume.errors import CorruptError, NoCheckpointError
 from nvme_resume.manifest import Extras, Manifest, RankRecord, Record, Seal
 from nvme_resume.storage import disk as seam
@@ -99,4 +99,5 @@ def read_rank(folder: Path, head: Manifest, rank: int) -> tuple[RankRecord, Seal
                 expected=f"rank {rank} of {head.checkpoint_id}",
                 found=f"rank {item.rank} of {item.checkpoint_id}",
             )
+    integrity.check(record, seal, extras, str(folder / layout.rank_record(rank)))
     return record, seal, extras

@@ -118,6 +118,10 @@ def test_choice(tmp_path: Path) -> None:
 def test_a_crash_between_two_renames_is_mended(tmp_path: Path) -> None:
     commit.publish(tmp_path, stage(tmp_path, "old"), HEAD, save_latest=True)
     (tmp_path / HEAD.tag).rename(tmp_path / layout.retired(HEAD.tag, "x1"))
+    assert commit.mend(tmp_path) == [HEAD.tag]
+    assert commit.mend(tmp_path) == []
+    assert content(tmp_path) == "old"
+    (tmp_path / HEAD.tag).rename(tmp_path / layout.retired(HEAD.tag, "x1"))
     staging = stage(tmp_path, "new")
     assert [commit.recover(p) for p in catalog.leftovers(tmp_path)] == [f"put back as {HEAD.tag}", "removed"]
     assert content(tmp_path) == "old"
