@@ -23,7 +23,6 @@ class Engine:
     world_size: int
     optimizer: str
     master_dtype: str
-    param_groups: int
     sub_groups: Sequence[SubGroup]
     frozen: Mapping[str, tuple[int, ...]]  # name -> shape
 

@@ -171,7 +171,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         stock_loader.after(self)
         if peers.rank == 0:
             total = sum(s["bytes"] for s in sizes)
-            seconds = transfer.elapsed_since(start)
+            seconds = time.monotonic() - start
             log.info("committed %s: %.1f MiB in %.2f s", save_dir / tag, total / (1 << 20), seconds)
 
     def _publishes(self) -> bool:
@@ -263,8 +263,10 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         """Refuse what could not be resumed; forget what DeepSpeed is about to overwrite in place."""
         if supported.is_zero3(self):
             quiesce.accumulation(self)
-        if layout.valid_tag(folder.name) and self._publishes() and records.has_manifest(folder):
-            (folder / layout.manifest()).unlink()
+        if layout.valid_tag(folder.name) and self._publishes():
+            (folder / layout.manifest()).unlink(
+                missing_ok=True
+            )  # first: without it the rest is no checkpoint
             for name in (layout.RECORDS, layout.SWAP, layout.PARAMS):
                 seam.current().remove_tree(folder / name)
 
@@ -369,7 +371,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
                 "resumed %s at step %d in %.2f s%s",
                 folder,
                 self.global_steps,
-                transfer.elapsed_since(start),
+                time.monotonic() - start,
                 "" if restore.checkpoint.sealed else " (written by plain DeepSpeed: no hashes to check)",
             )
         return answer[0]

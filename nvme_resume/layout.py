@@ -18,19 +18,12 @@ STAGING_PREFIX = ".tmp-"
 RETIRED_PREFIX = ".old-"
 INCOMING_PREFIX = ".nvme_resume-incoming-"  # inside the swap folder, while a load copies and checks
 
-_RANK_FOLDER = re.compile(r"^rank(\d+)$")
 _SWAP_FILE = re.compile(r"^(?:(?P<key>[A-Za-z_]\w*)-)?(?P<first>\d+)_(?P<last>\d+)\.tensor\.swp$")
 
 
 def rank_folder(rank: int) -> str:
     """``rank00``: DeepSpeed's folder name for one rank (``dp_index_to_str``, two digits at least)."""
     return f"rank{rank:02d}"
-
-
-def parse_rank_folder(name: str) -> int | None:
-    """The rank of a ``rankNN`` folder name, or None."""
-    match = _RANK_FOLDER.match(name)
-    return int(match.group(1)) if match else None
 
 
 def parse_swap_file(name: str) -> tuple[str | None, int, int] | None:

@@ -67,26 +67,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run(
-    tmp: Path,
-    name: str,
-    ranks: int = 1,
-    *,
-    check: bool = True,
-    env: dict[str, str] | None = None,
-    **case: Any,
-) -> Run:
-    """One run of the training program in ``ranks`` fresh processes."""
-    unknown = case.keys() - DEFAULTS.keys()
-    assert not unknown, unknown
-    full = {**DEFAULTS, "nvme_path": str(tmp / f"nvme-{name}"), "out": str(tmp / f"out-{name}"), **case}
-    if "nvme_path_override" in case:
-        full["nvme_path"] = case["nvme_path_override"]
-    path = tmp / f"case-{name}.json"
-    path.write_text(json.dumps(full))
+def launch(tmp: Path, name: str, ranks: int, module: str, *arguments: str) -> tuple[list[int], str]:
+    """Run ``python -m module arguments`` in ``ranks`` fresh processes: exit codes, and the ends of their logs."""
     port = free_port()
+    logs = [tmp / f"log-{name}.{rank}.txt" for rank in range(ranks)]
     processes = []
-    for rank in range(ranks):
+    for rank, log in enumerate(logs):
         environment = {
             **os.environ,
             "RANK": str(rank),
@@ -98,27 +84,40 @@ def run(
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
             "PYTHONWARNINGS": "ignore::FutureWarning",
-            **(env or {}),
         }
-        log = (tmp / f"log-{name}.{rank}.txt").open("wb")
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.training", str(path)],
-                cwd=ROOT,
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
+        with log.open("wb") as stream:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", module, *arguments],
+                    cwd=ROOT,
+                    env=environment,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                )
             )
-        )
-        log.close()
-    codes = []
     try:
-        for process in processes:
-            codes.append(process.wait(timeout=500))
+        codes = [process.wait(timeout=500) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    logs = "\n".join((tmp / f"log-{name}.{r}.txt").read_text(errors="replace")[-4000:] for r in range(ranks))
+    return codes, "\n".join(log.read_text(errors="replace")[-4000:] for log in logs)
+
+
+def run(
+    tmp: Path,
+    name: str,
+    ranks: int = 1,
+    *,
+    check: bool = True,
+    **case: Any,
+) -> Run:
+    """One run of the training program in ``ranks`` fresh processes."""
+    unknown = case.keys() - DEFAULTS.keys()
+    assert not unknown, unknown
+    full = {**DEFAULTS, "nvme_path": str(tmp / f"nvme-{name}"), "out": str(tmp / f"out-{name}"), **case}
+    path = tmp / f"case-{name}.json"
+    path.write_text(json.dumps(full))
+    codes, logs = launch(tmp, name, ranks, "tests.training", str(path))
     reports = []
     for rank in range(ranks):
         out = tmp / f"out-{name}.{rank}.json"

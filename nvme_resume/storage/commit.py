@@ -88,7 +88,9 @@ def discard(save_dir: Path, staging: str, checkpoint_id: str) -> None:
     """
     folder = save_dir / staging
     try:
-        if records.has_manifest(folder) and records.read_manifest(folder).checkpoint_id != checkpoint_id:
+        # Not has_manifest: a folder that failed half-way has seals and no manifest, as a damaged checkpoint has.
+        published = (folder / layout.manifest()).is_file()
+        if published and records.read_manifest(folder).checkpoint_id != checkpoint_id:
             return
         seam.current().remove_tree(folder)
     except (OSError, NvmeResumeError):
@@ -97,23 +99,26 @@ def discard(save_dir: Path, staging: str, checkpoint_id: str) -> None:
 
 def mend(save_dir: Path) -> list[str]:
     """Give checkpoints their name back that a crash between two renames left without; the tags."""
-    found = []
-    for leftover in catalog.leftovers(save_dir):
-        tag = layout.retired_tag(leftover.name)
-        if tag is not None and not (save_dir / tag).exists():
-            recover(leftover)
-            found.append(tag)
-    return found
+    lost = [(p, tag) for p in catalog.leftovers(save_dir) if (tag := _lost_tag(p)) is not None]
+    for leftover, _ in lost:
+        recover(leftover)
+    return [tag for _, tag in lost]
 
 
 def recover(leftover: Path) -> str:
     """Deal with what an interrupted save left; says what was done.
 
-    A replaced checkpoint whose tag is missing (a crash between two renames) gets its name back, all else goes.
+    A replaced checkpoint whose tag is missing gets its name back, all else goes.
     """
-    tag = layout.retired_tag(leftover.name)
-    if tag is not None and not (leftover.parent / tag).exists() and records.has_manifest(leftover):
+    tag = _lost_tag(leftover)
+    if tag is not None:
         seam.current().rename(leftover, leftover.parent / tag)
         return f"put back as {tag}"
     seam.current().remove_tree(leftover)
     return "removed"
+
+
+def _lost_tag(leftover: Path) -> str | None:
+    """The tag of a replaced checkpoint (ours or plain DeepSpeed's) that nothing has taken the place of."""
+    tag = layout.retired_tag(leftover.name)
+    return tag if tag is not None and not (leftover.parent / tag).exists() else None

@@ -101,10 +101,6 @@ class Disk:
         info = os.statvfs(path)
         return info.f_bavail * info.f_frsize
 
-    def device(self, path: Path) -> int:
-        """The device number of a path's file system."""
-        return path.stat().st_dev
-
 
 disk: Disk = Disk()
 

@@ -94,7 +94,7 @@ def _interruptible(transfer: _native.Transfer, what: str, *, show: bool) -> list
                     bar is None
                     and show
                     and sys.stderr.isatty()
-                    and elapsed_since(start) > _PROGRESS_AFTER_SECONDS
+                    and time.monotonic() - start > _PROGRESS_AFTER_SECONDS
                 ):
                     total = transfer.progress()[1]
                     bar = tqdm(
@@ -139,8 +139,3 @@ def read_range(path: Path, offset: int, into: memoryview) -> None:
                     found=position,
                 )
             position += count
-
-
-def elapsed_since(start: float) -> float:
-    """Seconds since a ``time.monotonic()``."""
-    return time.monotonic() - start

@@ -71,7 +71,6 @@ def describe(engine: Any, rank: int, world_size: int) -> compat.Engine:
         world_size=world_size,
         optimizer=type(optimizer.optimizer).__name__,
         master_dtype=dtype_name(optimizer.master_weights_and_grads_dtype),
-        param_groups=len(optimizer.optimizer.param_groups),
         sub_groups=sub_groups(engine),
         frozen={name: tuple(param.ds_shape) for name, param in frozen_params(engine)},
     )
@@ -96,11 +95,6 @@ def packed_indices(owners: list[int]) -> list[int]:
     for packed, sub_group in enumerate(order):
         indices[sub_group] = packed
     return indices
-
-
-def swap_numel_alignment(engine: Any) -> int:
-    """Elements a swapped optimizer tensor is rounded up to in its file."""
-    return int(engine.optimizer.optimizer_swapper.numel_alignment)
 
 
 def swapped_tensor(key: str, dtype: str, numel: int, element: int, file: str) -> TensorRecord:

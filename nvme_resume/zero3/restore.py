@@ -19,7 +19,7 @@ from nvme_resume import compat, logs, plan
 from nvme_resume.config import Options
 from nvme_resume.errors import IncompatibleError
 from nvme_resume.manifest import MASTER, Extras, RankRecord
-from nvme_resume.storage import transfer, verify
+from nvme_resume.storage import transfer
 from nvme_resume.zero3 import adam, layout_of, quiesce, rng
 from nvme_resume.zero3.capture import GRADIENTS
 from nvme_resume.zero3.source import Checkpoint
@@ -60,9 +60,8 @@ class Restore:
         self.saved_rank = rank % self.checkpoint.world_size
         self.same_world = self.checkpoint.world_size == world_size
         self.sources: list[plan.Source] = []
-        self._frozen_staged: set[str] = (
-            set()
-        )  # decided once: parameters move between memory and NVMe meanwhile
+        # Decided once: parameters move between memory and NVMe between the two halves.
+        self._frozen_staged: set[str] = set()
         self._stager = Stager(self.checkpoint, options, rank, uuid.uuid4().hex[:12])
 
     # ---- first half: look, do not touch ----
@@ -78,18 +77,11 @@ class Restore:
 
     def _prepare(self, *, show: bool) -> None:
         record = self.checkpoint.record(self.saved_rank)
-        # Kinds and sizes first: nothing is opened that is no regular file of the right size.
-        verify.structure(
-            self.checkpoint.folder,
-            self.checkpoint.seals(self.saved_rank),
-            rank=self.saved_rank,
-            tag=self.checkpoint.tag,
-        )
         present = layout_of.describe(self.engine, self.rank, self.world_size)
         compat.check(record, present, weights_only=self.wanted.weights_only, partial_frozen=not record.frozen)
-        self._check_model_file(record)
+        self._check_model_file()
         if not self.wanted.weights_only:
-            self._check_hyperparameters(record)
+            self._check_hyperparameters()
         self.sources = plan.recut(
             record.sub_groups,
             self.checkpoint.world_size,
@@ -113,7 +105,7 @@ class Restore:
         self._stage_frozen(record)
         stager.run(show=show)
 
-    def _check_model_file(self, record: RankRecord) -> None:
+    def _check_model_file(self) -> None:
         """What DeepSpeed's loader would choke on half-way, found before it starts."""
         model = self.checkpoint.model(self.saved_rank)
         where: dict[str, Any] = {"rank": self.rank, "tag": self.checkpoint.tag}
@@ -139,7 +131,7 @@ class Restore:
                     **where,
                 )
 
-    def _check_hyperparameters(self, record: RankRecord) -> None:
+    def _check_hyperparameters(self) -> None:
         saved = self.checkpoint.optim(self.saved_rank).param_groups
         present = self.engine.optimizer.optimizer.param_groups
         where: dict[str, Any] = {"rank": self.rank, "tag": self.checkpoint.tag}
@@ -157,7 +149,6 @@ class Restore:
                     hint="use the optimizer of the saved run",
                     **where,
                 )
-        del record
 
     def _check_accumulation(self) -> None:
         extras = self.checkpoint.extras(self.saved_rank)
@@ -195,27 +186,23 @@ class Restore:
                 continue
             for rank, _, _, _ in self._frozen_pieces(name, saved[name].numel):
                 source = next(f for f in self.checkpoint.record(rank).frozen if f.name == name)
-                if (
-                    self._file_to_file(param, source.file, source.dtype) is not None
-                    and source.file is not None
-                ):
+                if source.file is not None and self._can_replace(param, source.file, source.dtype):
                     self._frozen_staged.add(name)
                     self._stager.stage_param_file(rank, source.file, Path(param.nvme_swapper.get_path(param)))
                 else:
                     self._stager.use_file(rank, source.file or self.checkpoint.record(rank).model_file)
 
-    def _file_to_file(self, param: Any, file: str | None, dtype: str) -> Path | None:
-        """The live swap file of a frozen parameter when the saved file can replace it as it is."""
-        if file is None or not self.same_world or not self.checkpoint.sealed:
-            return None
+    def _can_replace(self, param: Any, file: str, dtype: str) -> bool:
+        """Can the saved file of a frozen parameter's partition take the place of its swap file as it is?"""
+        if not (self.same_world and self.checkpoint.sealed):
+            return False
         if param.ds_tensor.status is not PartitionedParamStatus.NOT_AVAILABLE:
-            return None
+            return False
         swapper = param.nvme_swapper
         if dtype != layout_of.dtype_name(swapper.dtype):
-            return None
+            return False
         size = swapper._io_aligned_numel(int(param.ds_tensor.ds_numel)) * swapper.swap_element_size
-        sealed = self.checkpoint.seals(self.saved_rank).get(file)
-        return Path(swapper.get_path(param)) if sealed is not None and sealed.size == size else None
+        return bool(self.checkpoint.seals(self.saved_rank)[file].size == size)
 
     def discard(self) -> None:
         """Forget what was staged."""

@@ -59,6 +59,8 @@ class Checkpoint:
         if rank not in self._records:
             if self.sealed:
                 record, seal, extras = records.read_rank(self.folder, self.head, rank)
+                # Kinds and sizes first: nothing is opened that is no regular file of the right size.
+                verify.structure(self.folder, seal.files, rank=rank, tag=self.tag)
                 self._seals[rank], self._extras[rank] = seal.files, extras
                 if record.world_size != self.world_size:
                     raise CorruptError("record of another world size", rank=rank, tag=self.tag)

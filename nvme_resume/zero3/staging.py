@@ -14,7 +14,7 @@ import torch
 
 from nvme_resume import layout, plan
 from nvme_resume.config import Options
-from nvme_resume.manifest import MASTER, TensorRecord
+from nvme_resume.manifest import MASTER, FileSeal, TensorRecord
 from nvme_resume.storage import disk as seam
 from nvme_resume.storage import transfer, verify
 from nvme_resume.storage.transfer import Copy
@@ -91,19 +91,12 @@ class Stager:
         numel = int(engine.optimizer.fp16_partitioned_groups_flat_numel[source.target])
         size = swapper._io_aligned_numel(numel) * swapper.swap_element_size
         target = self.staged.add(swap_file(engine, source.target, key), self.load_id)
-        dtype = swapper.dtype
-        first = source.segments[0] if source.segments else None
-        if source.whole and first is not None:
-            tensor = self.checkpoint.find(first.rank, first.sub_group, key)
-            if tensor.where == "swap":
-                sealed = self.checkpoint.seals(first.rank).get(tensor.file)
-                path = self._use(first.rank, tensor)
-                if sealed is not None and sealed.size == size:
-                    self._whole.append((Copy(path, target), first.rank, tensor.file))
-                    return
-                transfer.write_padded(target, memoryview(b""), size)
-                self._ranges.append(Copy(path, target, nbytes=tensor.nbytes, truncate=False))
-                self._to_hash.add((first.rank, tensor.file))
+        if source.whole:
+            (only,) = source.segments
+            tensor = self.checkpoint.find(only.rank, only.sub_group, key)
+            sealed = self.checkpoint.seals(only.rank).get(tensor.file)
+            if tensor.where == "swap" and sealed is not None and sealed.size == size:
+                self._whole.append((Copy(self._use(only.rank, tensor), target), only.rank, tensor.file))
                 return
         transfer.write_padded(target, memoryview(b""), size)
         element = swapper.swap_element_size
@@ -125,7 +118,7 @@ class Stager:
             else:
                 self._to_hash.add((segment.rank, tensor.file))
                 values = self.checkpoint.pt_tensor(segment.rank, segment.sub_group, key)
-                piece = values[segment.src : segment.src + segment.numel].to(dtype)
+                piece = values[segment.src : segment.src + segment.numel].to(swapper.dtype)
                 transfer.write_padded(target, as_bytes(piece), size, offset=segment.dst * element)
 
     def use_for_memory(self, source: plan.Source, key: str) -> None:
@@ -160,11 +153,8 @@ class Stager:
         return path
 
     def run(self, *, show: bool) -> None:
-        """Check sizes of every file of the saved ranks in use, then copy and hash."""
+        """Copy and hash; sizes were checked when the records were opened."""
         tag = self.checkpoint.tag
-        ranks = {r for _, r, _ in self._whole} | {r for r, _ in self._to_hash}
-        for rank in sorted(ranks):
-            verify.structure(self.checkpoint.folder, self.checkpoint.seals(rank), rank=rank, tag=tag)
         full = self.options.verify == "full" and self.checkpoint.sealed
         found = transfer.run(
             [copy for copy, _, _ in self._whole],
@@ -174,28 +164,20 @@ class Stager:
             hash=full,
             show=show,
         )
-        if not full:
-            transfer.run(self._ranges, self.options, what=f"resume {tag}", sync=False, hash=False, show=show)
-            return
-        for (_, rank, relative), seal in zip(self._whole, found, strict=True):
-            verify.compare(
-                self.checkpoint.path(rank, relative),
-                self.checkpoint.seals(rank)[relative],
-                seal,
-                rank=rank,
-                tag=tag,
-            )
-        for rank in sorted({r for r, _ in self._to_hash}):
-            wanted = {n for r, n in self._to_hash if r == rank}
-            seals = self.checkpoint.seals(rank)
-            verify.full(
-                self.checkpoint.folder,
-                {name: seals[name] for name in sorted(wanted) if name in seals},
-                self.options,
-                rank=rank,
-                tag=tag,
-            )
+        if full:
+            self._compare(found)
         transfer.run(self._ranges, self.options, what=f"resume {tag}", sync=False, hash=False, show=show)
+
+    def _compare(self, found: list[FileSeal]) -> None:
+        """Hashes of the whole copies, taken on the way, and of every other file that is read."""
+        tag = self.checkpoint.tag
+        for (_, rank, relative), seal in zip(self._whole, found, strict=True):
+            path = self.checkpoint.path(rank, relative)
+            verify.compare(path, self.checkpoint.seals(rank)[relative], seal, rank=rank, tag=tag)
+        for rank in sorted({r for r, _ in self._to_hash}):
+            seals = self.checkpoint.seals(rank)
+            wanted = {name: seals[name] for r, name in sorted(self._to_hash) if r == rank}
+            verify.full(self.checkpoint.folder, wanted, self.options, rank=rank, tag=tag)
 
 
 def clean_leftovers(engine: Any) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,42 +15,9 @@ from tests import harness
 def run(
     tmp: Path, out: Path, name: str, ranks: int, seed: int, steps: int, *extra: str
 ) -> list[dict[str, Any]]:
-    port = str(harness.free_port())
-    processes, logs = [], []
-    for rank in range(ranks):
-        log = tmp / f"log-{name}.{rank}.txt"
-        logs.append(log)
-        with log.open("wb") as stream:
-            processes.append(
-                subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-m",
-                        "tests.trainer_program",
-                        str(out),
-                        str(tmp / f"nvme-{name}"),
-                        str(seed),
-                        str(steps),
-                        *extra,
-                    ],
-                    cwd=harness.ROOT,
-                    stdout=stream,
-                    stderr=subprocess.STDOUT,
-                    env={
-                        **os.environ,
-                        "RANK": str(rank),
-                        "LOCAL_RANK": str(rank),
-                        "WORLD_SIZE": str(ranks),
-                        "MASTER_ADDR": "127.0.0.1",
-                        "MASTER_PORT": port,
-                        "DS_ACCELERATOR": "cpu",
-                        "OMP_NUM_THREADS": "1",
-                        "PYTHONPATH": str(harness.ROOT),
-                    },
-                )
-            )
-    codes = [process.wait(timeout=400) for process in processes]
-    assert codes == [0] * ranks, "\n".join(log.read_text(errors="replace")[-4000:] for log in logs)
+    arguments = (str(out), str(tmp / f"nvme-{name}"), str(seed), str(steps), *extra)
+    codes, logs = harness.launch(tmp, name, ranks, "tests.trainer_program", *arguments)
+    assert codes == [0] * ranks, logs
     found: list[dict[str, Any]] = json.loads(Path(f"{out}.0.json").read_text())
     return found
 

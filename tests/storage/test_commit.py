@@ -128,6 +128,20 @@ def test_a_crash_between_two_renames_is_mended(tmp_path: Path) -> None:
     assert not (tmp_path / staging).exists()
 
 
+def test_a_replaced_checkpoint_of_plain_deepspeed_gets_its_name_back(tmp_path: Path) -> None:
+    """It has no manifest, and it is the only copy."""
+    (tmp_path / layout.retired("t", "x1")).mkdir()
+    assert commit.mend(tmp_path) == ["t"]
+    assert (tmp_path / "t").is_dir()
+
+
+def test_a_half_written_save_is_discarded_with_its_seals(tmp_path: Path) -> None:
+    staging = stage(tmp_path, "half")
+    (tmp_path / staging / layout.seal(0)).write_text("{}")
+    commit.discard(tmp_path, staging, HEAD.checkpoint_id)
+    assert not (tmp_path / staging).exists()
+
+
 def test_a_crash_before_latest_moved_leaves_a_file_that_goes(tmp_path: Path) -> None:
     commit.publish(tmp_path, stage(tmp_path, "old"), HEAD, save_latest=True)
     (tmp_path / f"{layout.STAGING_PREFIX}{layout.LATEST}.x1").write_text("half")
