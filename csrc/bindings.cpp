@@ -174,7 +174,7 @@ NB_MODULE(_native, m) {
           "__init__",
           [](Transfer* self, const nb::sequence& jobs, int64_t block_bytes, int in_flight,
              const std::string& engine, const std::string& direct, bool sync, bool hash,
-             int64_t bandwidth_limit) {
+             int64_t bandwidth_limit, bool low_priority) {
             std::vector<Job> list;
             for (nb::handle job : jobs) {
               if (!nb::isinstance<Job>(job)) throw nb::type_error("jobs must be a list of Job");
@@ -188,14 +188,17 @@ NB_MODULE(_native, m) {
             options.sync = sync;
             options.hash = hash;
             options.bandwidth_limit = bandwidth_limit;
+            options.low_priority = low_priority;
             new (self) Transfer(std::move(list), options);
           },
           "jobs"_a, nb::kw_only(), "block_bytes"_a = Options().block_bytes,
           "in_flight"_a = Options().in_flight, "engine"_a = "auto", "direct"_a = "auto",
           "sync"_a = Options().sync, "hash"_a = Options().hash,
-          "bandwidth_limit"_a = Options().bandwidth_limit)
+          "bandwidth_limit"_a = Options().bandwidth_limit,
+          "low_priority"_a = Options().low_priority)
       .def("run", &Transfer::run, nb::call_guard<nb::gil_scoped_release>())
       .def("cancel", &Transfer::cancel)
+      .def("set_paused", &Transfer::set_paused, "paused"_a)
       .def("progress", &Transfer::progress);
 
   m.def(

@@ -27,6 +27,22 @@ bool Control::wait_until(Clock::time_point when) {
   return !wake_.wait_until(lock, when, [this] { return stopping(); });
 }
 
+void Control::set_paused(bool paused) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    paused_.store(paused, std::memory_order_relaxed);
+  }
+  wake_.notify_all();
+}
+
+bool Control::wait_turn(Clock::time_point when) {
+  if (!wait_until(when)) return false;
+  if (!paused()) return true;
+  std::unique_lock<std::mutex> lock(mutex_);
+  wake_.wait_for(lock, kMaxPause, [this] { return stopping() || !paused(); });
+  return !stopping();
+}
+
 void Control::throw_if_stopped() const {
   if (!stopping()) return;
   std::lock_guard<std::mutex> lock(mutex_);

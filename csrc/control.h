@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -11,6 +12,9 @@
 #include "limiter.h"
 
 namespace nvme_resume {
+
+inline constexpr std::chrono::milliseconds kMaxPause{500};
+inline constexpr std::chrono::milliseconds kPauseTick{2};
 
 class Control {
  public:
@@ -25,6 +29,14 @@ class Control {
   // False when the run was stopped first.
   bool wait_until(Clock::time_point when);
 
+  // From any thread: hold new requests back while somebody more important uses the disk. Each
+  // request waits kMaxPause at most, so that a run under constant load still ends some day.
+  void set_paused(bool paused);
+  bool paused() const { return paused_.load(std::memory_order_relaxed); }
+
+  // wait_until(when), then until the pause is over. False when the run was stopped first.
+  bool wait_turn(Clock::time_point when);
+
   // Throws the first error, else Cancelled if the run was cancelled.
   void throw_if_stopped() const;
 
@@ -37,6 +49,7 @@ class Control {
   mutable std::mutex mutex_;  // guards error_, and the wake-up of waiters
   std::condition_variable wake_;
   std::optional<IoError> error_;
+  std::atomic<bool> paused_{false};
   std::atomic<bool> stopping_{false};
   std::atomic<int64_t> done_{0};
   std::atomic<int64_t> total_{0};

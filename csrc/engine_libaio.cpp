@@ -86,6 +86,7 @@ class LibaioEngine final : public Engine {
       Lane* lane;
       iocb request{};
       std::optional<Request> pending{};  // asked for, not yet taken by the kernel
+      Clock::time_point held_until{};    // end of the longest pause of the pending request
       bool under_way = false;
     };
 
@@ -95,9 +96,12 @@ class LibaioEngine final : public Engine {
       for (Slot& slot : slots_) {
         while (!slot.under_way && !control_.stopping()) {
           if (!prepare(slot)) break;
+          const Clock::time_point now = Clock::now();
           const Clock::time_point due = std::max(slot.pending->not_before, submit_after_);
-          if (due > Clock::now()) {
-            wake = wake ? std::min(*wake, due) : due;
+          const bool held = due <= now && control_.paused() && now < slot.held_until;
+          if (due > now || held) {
+            const Clock::time_point look = held ? now + kPauseTick : due;
+            wake = wake ? std::min(*wake, look) : look;
             break;
           }
           submit(slot);
@@ -114,7 +118,10 @@ class LibaioEngine final : public Engine {
         drained_ = !strip;
         if (strip) slot.lane->start(std::move(*strip));
       }
-      if (!slot.pending) slot.pending = slot.lane->next();
+      if (!slot.pending) {
+        slot.pending = slot.lane->next();
+        slot.held_until = std::max(slot.pending->not_before, Clock::now()) + kMaxPause;
+      }
       return true;
     }
 

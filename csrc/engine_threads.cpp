@@ -42,7 +42,7 @@ class ThreadsEngine final : public Engine {
           lane.start(std::move(*strip));
         } else {
           const Request request = lane.next();
-          if (!control.wait_until(request.not_before)) return;
+          if (!control.wait_turn(request.not_before)) return;
           lane.complete(carry_out(request));
         }
       }

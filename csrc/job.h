@@ -38,6 +38,7 @@ struct Options {
   bool sync = true;
   bool hash = true;
   int64_t bandwidth_limit = 0;  // bytes per second, 0: none
+  bool low_priority = false;    // its threads give way to all others, for the CPU and the disk
 };
 
 struct FileResult {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <memory>
 #include <stdexcept>
+#include <thread>
 
 #include "buffer_pool.h"
 #include "engine.h"
@@ -10,6 +11,7 @@
 #include "limiter.h"
 #include "plan.h"
 #include "posix.h"
+#include "priority.h"
 #include "scheduler.h"
 
 namespace nvme_resume {
@@ -50,7 +52,16 @@ std::vector<FileResult> Transfer::run() {
 
   // After the lanes, so that it goes before their buffers do.
   const auto engine = make_engine(options_.engine, *posix, static_cast<int>(lanes.size()));
-  engine->run(scheduler, control_, lanes);
+  if (options_.low_priority) {
+    // In a thread of its own: one that has lowered itself cannot be raised again without rights.
+    // Those the engine starts inherit it.
+    std::thread([&] {
+      lower_own_priority();
+      engine->run(scheduler, control_, lanes);
+    }).join();
+  } else {
+    engine->run(scheduler, control_, lanes);
+  }
 
   control_.throw_if_stopped();
   for (FileResult& result : results) result.engine = engine->name();

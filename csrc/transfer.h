@@ -22,6 +22,7 @@ class Transfer {
 
   // From any thread, at any time.
   void cancel() { control_.cancel(); }
+  void set_paused(bool paused) { control_.set_paused(paused); }
   // Bytes stored (or read, where nothing is stored), and bytes in all: 0 until run() knows.
   std::pair<int64_t, int64_t> progress() const { return {control_.done(), control_.total()}; }
 

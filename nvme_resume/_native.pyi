@@ -77,7 +77,10 @@ class Transfer:
         sync: bool = True,
         hash: bool = True,
         bandwidth_limit: int = 0,
-    ) -> None: ...
+        low_priority: bool = False,
+    ) -> None:
+        """low_priority: its threads have the lowest claim on the CPU (nice 19) and the disk (idle class)."""
+
     def run(self) -> list[FileResult]:
         """Block until all is done; the GIL is released throughout, signals wait.
 
@@ -89,6 +92,9 @@ class Transfer:
 
     def cancel(self) -> None:
         """Make `run` raise Cancelled soon. From any thread, also before `run`."""
+
+    def set_paused(self, paused: bool) -> None:
+        """Hold new requests back, half a second each at most. From any thread."""
 
     def progress(self) -> tuple[int, int]:
         """Bytes done and bytes in all; the latter is 0 until `run` has looked at the files."""

@@ -19,14 +19,32 @@ KEY = "nvme_checkpoint"
 class Options(BaseModel):
     """Options of one engine; every field may be set in the ``nvme_checkpoint`` object."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
     enabled: bool = Field(True, description="false is the same as leaving the key out")
     rng: bool = Field(True, description="save and restore random states (python, numpy, torch, accelerator)")
-    verify: Literal["full", "structure"] = Field(
-        "full",
-        description="what a load checks before it touches anything: every byte (on the way, while copying), "
-        "or records and sizes only",
+    verify: Literal["background", "full", "structure"] = Field(
+        "background",
+        description="what a load checks: every byte, those of adopted files while they are read or before the first "
+        "step touches them; every byte before anything is touched; or records and sizes only",
+    )
+    method: Literal["auto", "link", "reflink", "server", "direct"] = Field(
+        "auto",
+        description="how swap files get into the checkpoint: the first of the list that works between the two folders "
+        "(hard link, FICLONE, copy_file_range, the O_DIRECT copier), or that one alone",
+    )
+    seal: Literal["background", "before_commit"] = Field(
+        "background",
+        description="when the hashes of linked files are taken: after the commit, or while training waits",
+    )
+    background_save: bool = Field(
+        False,
+        alias="async",
+        description="return from save_checkpoint before a copy to another filesystem is complete; it is committed by a "
+        "background thread (links are instant and do not need it)",
+    )
+    exit_seconds: float = Field(
+        60.0, ge=0, description="how long the end of the process waits for hashes that are still being taken"
     )
     timeout_seconds: float = Field(1800.0, gt=0, description="how long a rank waits for the others")
     engine: Literal["auto", "threads", "libaio"] = Field("auto", description="how the copier queues its I/O")
@@ -65,7 +83,7 @@ def parse(value: Any) -> Options | None:
             message = f'bad value for "{KEY}.{key}": {first["msg"]}'
         raise ConfigError(
             message,
-            expected=f"one of {', '.join(sorted(Options.model_fields))}",
+            expected=f"one of {', '.join(sorted(f.alias or n for n, f in Options.model_fields.items()))}",
             found=repr(first.get("input", key)),
             hint="correct that key in the DeepSpeed configuration",
         ) from None

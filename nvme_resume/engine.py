@@ -6,29 +6,26 @@ business, how files become durable is ``storage``'s.
 
 from __future__ import annotations
 
+import atexit
 import time
-import uuid
-from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from nvme_resume import config, layout, logs, manifest
 from nvme_resume.config import Options
-from nvme_resume.errors import ConfigError, NoSpaceError, NvmeResumeError, PeerError
-from nvme_resume.manifest import Manifest, RankEntry, Seal
+from nvme_resume.errors import ConfigError, NvmeResumeError, PeerError
 from nvme_resume.peers import Peers
-from nvme_resume.storage import catalog, commit, records, transfer
+from nvme_resume.save import Saver
+from nvme_resume.storage import catalog, commit, records
 from nvme_resume.storage import disk as seam
-from nvme_resume.version import __version__
-from nvme_resume.zero3 import adam, capture, quiesce, stock_loader, supported
+from nvme_resume.storage.background import Background
+from nvme_resume.storage.snapshot import SwapFiles
+from nvme_resume.zero3 import adam, capture, quiesce, redirect, stock_loader, supported
 from nvme_resume.zero3.restore import Restore, Wanted, restore_rng_of
 from nvme_resume.zero3.source import Checkpoint
 
 log = logs.logger
-
-_SLACK_BYTES = 64 << 20  # records, model file, filesystem overhead
 
 
 class NvmeResumeEngine(stock_loader.StockOverrides):
@@ -50,6 +47,10 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
 
     _nvme_options: Options
     _nvme_peers: Peers
+    _nvme_files: SwapFiles
+    _nvme_work: Background
+    _nvme_saver: Saver
+    _nvme_checks: bool  # adopted files are still being verified
 
     @classmethod
     def wrap(cls, engine: Any) -> Any:
@@ -82,7 +83,14 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
                 ", ".join(supported.TESTED_DEEPSPEED),
             )
         engine.__dict__["_nvme_options"] = options
-        engine.__dict__["_nvme_peers"] = Peers(options.timeout_seconds)
+        engine.__dict__["_nvme_peers"] = peers = Peers(options.timeout_seconds)
+        engine.__dict__["_nvme_files"] = files = SwapFiles(options)
+        engine.__dict__["_nvme_work"] = work = Background()
+        engine.__dict__["_nvme_saver"] = Saver(engine, options, peers, files, work)
+        engine.__dict__["_nvme_checks"] = False
+        if supported.uses_nvme(engine):
+            redirect.install(engine, files, work.gate)
+            atexit.register(files.close)
         base = type(engine)
         engine.__class__ = type(f"NvmeResume{base.__name__}", (cls, base), {"__module__": base.__module__})
         adam.watch(engine)
@@ -107,7 +115,9 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
             raise ConfigError("save_dir must not be empty", found=repr(save_dir))
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         if supported.uses_nvme(self):
-            self._save(Path(save_dir), name, client_state, save_latest, exclude_frozen_parameters)
+            self._nvme_saver.save(
+                Path(save_dir), name, client_state, latest=save_latest, no_frozen=exclude_frozen_parameters
+            )
             return True
         self._nvme_peers.run(lambda: self._before_stock_save(Path(save_dir) / name), "start of the save")
         super().save_checkpoint(  # type: ignore[misc]
@@ -120,144 +130,17 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         self._save_hidden_state(Path(save_dir) / name)
         return True
 
-    def _save(
-        self, save_dir: Path, tag: str, client_state: dict[str, Any], latest: bool, no_frozen: bool
-    ) -> None:
-        peers = self._nvme_peers
-        start = time.monotonic()
-        proposals = peers.run(lambda: self._propose(save_dir, tag), "start of the save")
-        peers.same((str(save_dir), tag), "save folder and tag")
-        checkpoint_id: str = proposals[0]
-        staging = layout.staging(tag, checkpoint_id)
-        folder = save_dir / staging
-        if peers.rank == 0:
-            log.info("saving checkpoint %s to %s", tag, save_dir)
-        stock_loader.before(self)
-        try:
-            sizes = peers.run(
-                lambda: self._write_rank(save_dir, folder, checkpoint_id, tag, client_state, no_frozen),
-                "save",
-            )
-            entries = tuple(
-                RankEntry(rank=r, host=s["host"], record=s["record"], extras=s["extras"])
-                for r, s in enumerate(sizes)
-            )
-            head = Manifest(
-                checkpoint_id=checkpoint_id,
-                tag=tag,
-                global_steps=self.global_steps,
-                world_size=peers.world_size,
-                created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                versions={
-                    "nvme_resume": __version__,
-                    "deepspeed": supported.version(),
-                    "torch": str(torch.__version__),
-                },
-                settings=capture.settings(self),
-                ranks=entries,
-            )
-            publisher = self._publishes()
-            peers.run(
-                lambda: publisher and bool(commit.publish(save_dir, staging, head, save_latest=latest)),
-                "commit",
-            )
-        except BaseException as error:
-            if self._publishes():
-                commit.discard(save_dir, staging, checkpoint_id)
-            # Only an error that was exchanged is known to reach every rank; else a collective would hang.
-            if isinstance(error, NvmeResumeError) and not isinstance(error, PeerError):
-                stock_loader.after(self)
-            raise
-        stock_loader.after(self)
-        if peers.rank == 0:
-            total = sum(s["bytes"] for s in sizes)
-            seconds = time.monotonic() - start
-            log.info("committed %s: %.1f MiB in %.2f s", save_dir / tag, total / (1 << 20), seconds)
+    def wait_for_checkpoint(self) -> None:
+        """Until the last save is committed and its hashes are written.
+
+        Collective.  Raises, on every rank, what went wrong in the background on any.
+        """
+        self._nvme_saver.wait_for_all()
 
     def _publishes(self) -> bool:
         """One process for each place the checkpoint is written to."""
         peers = self._nvme_peers
         return peers.local_rank == 0 if self.use_node_local_storage() else peers.rank == 0
-
-    def _propose(self, save_dir: Path, tag: str) -> str:
-        """Refuse what cannot work before anything is written; rank 0's answer is the checkpoint's id."""
-        if not layout.valid_tag(tag):
-            raise ConfigError("not a usable tag", tag=tag, expected="one plain folder name")
-        quiesce.quiesce(self)
-        quiesce.accumulation(self)
-        seam.current().make_folder(save_dir)
-        if self._publishes():
-            for leftover in catalog.leftovers(save_dir):
-                log.warning(
-                    "%s was left behind by an interrupted save: %s", leftover, commit.recover(leftover)
-                )
-        return uuid.uuid4().hex[:12]
-
-    def _write_rank(
-        self,
-        save_dir: Path,
-        folder: Path,
-        checkpoint_id: str,
-        tag: str,
-        client_state: dict[str, Any],
-        no_frozen: bool,
-    ) -> dict[str, Any]:
-        """All files of this rank, durable, with their hashes."""
-        peers, options, disk = self._nvme_peers, self._nvme_options, seam.current()
-        taken = capture.capture(
-            self,
-            checkpoint_id=checkpoint_id,
-            tag=tag,
-            rank=peers.rank,
-            world_size=peers.world_size,
-            frozen=not no_frozen,
-        )
-        needed = sum(c.nbytes for c in taken.copies) + _SLACK_BYTES
-        free = disk.free_bytes(save_dir)
-        if free < needed:
-            raise NoSpaceError(
-                "the checkpoint does not fit",
-                path=str(save_dir),
-                expected=f"{needed >> 20} MiB free for this rank",
-                found=f"{free >> 20} MiB",
-                hint="remove old checkpoints or save elsewhere",
-            )
-        for parent in sorted(
-            {(folder / c.relative).parent for c in taken.copies} | {folder / layout.RECORDS}
-        ):
-            disk.make_folder(parent)
-        capture.write_stock_files(self, save_dir, folder.name, client_state, no_frozen)
-        extras = capture.write_extras(
-            self, folder, checkpoint_id=checkpoint_id, rank=peers.rank, with_rng=options.rng
-        )
-        seals = transfer.run(
-            [transfer.Copy(c.source, folder / c.relative, nbytes=c.nbytes) for c in taken.copies],
-            options,
-            what=f"save {tag}",
-            sync=True,
-            show=peers.rank == 0,
-        )
-        small = [taken.record.model_file, taken.record.optim_file]
-        small += [extras.tensors_file] if extras.tensors_file else []
-        for name in small:
-            disk.sync_file(folder / name)
-        small_seals = transfer.run(
-            [transfer.Copy(folder / name) for name in small], options, what="hash", sync=False, buffered=True
-        )
-        files = dict(zip([c.relative for c in taken.copies], seals, strict=True))
-        files |= dict(zip(small, small_seals, strict=True))
-        digest = manifest.digest_of(taken.record)
-        seal = Seal(checkpoint_id=checkpoint_id, rank=peers.rank, record_digest=digest, files=files)
-        records.write(folder, layout.rank_record(peers.rank), taken.record)
-        records.write(folder, layout.extras(peers.rank), extras)
-        records.write(folder, layout.seal(peers.rank), seal)
-        commit.sync_tree(folder)
-        return {
-            "host": peers.host,
-            "record": digest,
-            "extras": manifest.digest_of(extras),
-            "bytes": sum(f.size for f in files.values()),
-        }
 
     def _before_stock_save(self, folder: Path) -> None:
         """Refuse what could not be resumed; forget what DeepSpeed is about to overwrite in place."""
@@ -311,7 +194,9 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
             rng=self._nvme_options.rng,
         )
         if self.load_universal_checkpoint():  # it names its own tag file and holds none of our records
+            self._nvme_files.thaw_all()  # DeepSpeed will write to the public names
             return self._load_stock(load_dir, tag, None, wanted, custom_load_fn)
+        self._nvme_saver.wait()
         peers.run(lambda: self._mend(Path(load_dir)), "look at the checkpoint folder")
         chosen = peers.run(lambda: catalog.choose(Path(load_dir), tag), "choice of the checkpoint")
         peers.same(chosen[peers.rank], "tag")
@@ -342,7 +227,9 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         box: list[Restore] = []
 
         def prepare() -> None:
-            job = Restore(self, folder, self._nvme_options, peers.rank, peers.world_size, wanted)
+            job = Restore(
+                self, folder, self._nvme_options, peers.rank, peers.world_size, wanted, self._nvme_files
+            )
             job.prepare(show=peers.rank == 0)
             box.append(job)
 
@@ -355,26 +242,58 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         restore = box[0]
         answer: list[tuple[Any, Any]] = []
 
-        def apply() -> None:
+        def adopt() -> None:
             stock_loader.before(self)
+            restore.adopt()
+
+        def apply() -> None:
             answer.append(stock_loader.load(self, folder, restore.saved_rank, wanted, custom_load_fn))
             restore.apply()
             restore.restore_rng()
 
         try:
+            try:
+                peers.run(adopt, "restore of the weights")
+            except NvmeResumeError as error:
+                restore.go_back()
+                if not isinstance(error, PeerError):
+                    stock_loader.after(self)
+                raise
             peers.run(apply, "restore")
         finally:
             restore.discard()
         stock_loader.after(self)
+        self._verify_behind(restore)
         if peers.rank == 0:
             log.info(
                 "resumed %s at step %d in %.2f s%s",
                 folder,
                 self.global_steps,
                 time.monotonic() - start,
-                "" if restore.checkpoint.sealed else " (written by plain DeepSpeed: no hashes to check)",
+                restore.remark(),
             )
         return answer[0]
+
+    def _verify_behind(self, restore: Restore) -> None:
+        """Hash the files that were linked and not read, before the first step reads them; seal what has no seal."""
+        checkpoint, options, gate = restore.checkpoint, self._nvme_options, self._nvme_work.gate
+        unverified = restore.unverified()
+        for public, check in unverified.items():
+            task = self._nvme_work.submit(
+                f"check of {public.name}", partial(check, gate), options.exit_seconds
+            )
+            self._nvme_files.check_first(public, partial(self._nvme_work.finish_one, task))
+        if checkpoint.ours:
+            restore.seal_behind(self._nvme_work)
+        # A rank that could not link has copied and checked already; the wait in step() needs all or none.
+        self._nvme_checks = any(self._nvme_peers.exchange(bool(unverified), None, "end of the load"))
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's ``step``; the first one after a load waits until the adopted files are verified."""
+        if self._nvme_checks:
+            self._nvme_checks = False
+            self._nvme_peers.run(self._nvme_work.finish, "check of the resumed state")
+        return super().step(*args, **kwargs)  # type: ignore[misc]
 
     def _load_stock(
         self, load_dir: str, tag: str | int | None, name: str | None, wanted: Wanted, custom_load_fn: Any

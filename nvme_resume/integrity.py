@@ -1,7 +1,8 @@
 """Do a rank's records agree with themselves and each other?  Pure; the answer is silence or one CorruptError.
 
 Digests prove that a record is what somebody wrote; this proves that it can mean something: every file it names is
-sealed, sizes add up, keys and swap files are named once.  Checked before anything of the checkpoint is opened.
+listed, sizes add up, keys and swap files are named once, record and seal agree.  Checked before anything of the
+checkpoint is opened.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ELEMENT_BYTES = {
 MOST_REPLAYED_STEPS = 10**9  # CPUAdam steps since the anchor; more would repeat for hours
 
 
-def check(record: RankRecord, seal: Seal, extras: Extras, path: str) -> None:
+def check(record: RankRecord, seal: Seal | None, extras: Extras, path: str) -> None:
     """Raise CorruptError naming ``path`` and the first thing that cannot be."""
     for problem, expected, found in _problems(record, seal, extras):
         raise CorruptError(
@@ -38,7 +39,7 @@ def check(record: RankRecord, seal: Seal, extras: Extras, path: str) -> None:
         )
 
 
-def _problems(record: RankRecord, seal: Seal, extras: Extras) -> Iterator[tuple[str, object, object]]:
+def _problems(record: RankRecord, seal: Seal | None, extras: Extras) -> Iterator[tuple[str, object, object]]:
     """(what, expected, found) of everything that is wrong."""
     if record.world_size < 1 or record.rank >= record.world_size:
         yield "world size", f"more than rank {record.rank}", record.world_size
@@ -47,13 +48,15 @@ def _problems(record: RankRecord, seal: Seal, extras: Extras) -> Iterator[tuple[
     named += [f.file for f in record.frozen if f.file is not None]
     named += [t.file for g in record.sub_groups for t in g.tensors]
     for name in named:
-        if name not in seal.files:
-            yield f"{name} is named but not sealed", "size and hash in the seal", "none"
+        if name not in record.files:
+            yield f"{name} is named but not listed", "its size in the list of files", "none"
+    if seal is not None:
+        yield from _seal_problems(record, seal)
     swap_files: set[str] = set()
     for number, group in enumerate(record.sub_groups):
         if group.index != number:
             yield "sub-group number", number, group.index
-        yield from _group_problems(group, seal, swap_files)
+        yield from _group_problems(group, record, swap_files)
     for frozen in record.frozen:
         if frozen.dtype not in ELEMENT_BYTES:
             yield f"dtype of {frozen.name}", "a torch dtype", frozen.dtype
@@ -66,8 +69,21 @@ def _problems(record: RankRecord, seal: Seal, extras: Extras) -> Iterator[tuple[
             )
 
 
+def _seal_problems(record: RankRecord, seal: Seal) -> Iterator[tuple[str, object, object]]:
+    if seal.files.keys() != record.files.keys():
+        name = sorted(seal.files.keys() ^ record.files.keys())[0]
+        yield "files in record and seal", "the same", f"{name} in one of them only"
+        return
+    for name, listed in record.files.items():
+        sealed = seal.files[name]
+        if listed.size != sealed.size:
+            yield f"size of {name} in the seal", listed.size, sealed.size
+        if listed.digest not in (None, sealed.digest):
+            yield f"digest of {name} in the seal", listed.digest, sealed.digest
+
+
 def _group_problems(
-    group: SubGroupRecord, seal: Seal, swap_files: set[str]
+    group: SubGroupRecord, record: RankRecord, swap_files: set[str]
 ) -> Iterator[tuple[str, object, object]]:
     where = f"sub-group {group.index}"
     position = 0
@@ -89,9 +105,9 @@ def _group_problems(
         if tensor.flat and tensor.numel != group.numel:
             yield f"{where}, elements of {tensor.key}", group.numel, tensor.numel
         if tensor.where == "swap":
-            sealed = seal.files.get(tensor.file)
-            if sealed is not None and sealed.size < tensor.nbytes:
-                yield f"{where}, size of {tensor.file}", f">= {tensor.nbytes}", sealed.size
+            listed = record.files.get(tensor.file)
+            if listed is not None and listed.size < tensor.nbytes:
+                yield f"{where}, size of {tensor.file}", f">= {tensor.nbytes}", listed.size
             if tensor.file in swap_files:
                 yield f"{where}, swap file", "one tensor a file", tensor.file
             swap_files.add(tensor.file)

@@ -16,7 +16,9 @@ PARAMS = "offloaded_params"  # our folder for frozen 16-bit parameters that live
 MANIFEST = "manifest.json"
 STAGING_PREFIX = ".tmp-"
 RETIRED_PREFIX = ".old-"
-INCOMING_PREFIX = ".nvme_resume-incoming-"  # inside the swap folder, while a load copies and checks
+PRIVATE = "nvme_resume"  # beside DeepSpeed's swap folders: swap files under names nobody else opens
+OWNER_LOCK = ".lock"  # suffix: held by the process that owns the private folder of that name
+FAILED = "failed"  # suffix of the mark a rank leaves when its part of a background save went wrong
 
 _SWAP_FILE = re.compile(r"^(?:(?P<key>[A-Za-z_]\w*)-)?(?P<first>\d+)_(?P<last>\d+)\.tensor\.swp$")
 
@@ -52,6 +54,20 @@ def frozen_path(rank: int, index: int) -> str:
 def rank_record(rank: int) -> str:
     """Path of a rank's record relative to the tag folder."""
     return str(PurePosixPath(RECORDS, f"{rank_folder(rank)}.json"))
+
+
+def failure(rank: int) -> str:
+    """Path of the mark that a rank's part of a background save failed, relative to the tag folder."""
+    return str(PurePosixPath(RECORDS, f"{rank_folder(rank)}.{FAILED}"))
+
+
+def private_root(swap_folder: Path) -> Path:
+    """Where the private names of a swap folder's files live.
+
+    Beside ``optimizer/`` and ``<dtype>params/`` in ``<nvme_path>/zero_stage_3``: plain DeepSpeed copies the first with all
+    that is in it into its checkpoints and empties the second when it starts (0.19.8).
+    """
+    return swap_folder.parent.parent / PRIVATE
 
 
 def seal(rank: int) -> str:

@@ -91,8 +91,22 @@ class FrozenRecord(BaseModel):
     file: str | None = None
 
 
+class FileRecord(BaseModel):
+    """One file of a rank as it was at the commit.
+
+    ``digest`` is there when it was known by then.  ``inode`` and ``mtime_ns`` are those of a swap file that was linked,
+    not copied: while the inode is the same the time must be, too, or somebody has written to it since.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    size: Count
+    digest: Digest | None = None
+    inode: Count | None = None
+    mtime_ns: Count | None = None
+
+
 class RankRecord(Record):
-    """What one rank saved."""
+    """What one rank saved.  ``files`` lists every file but the records themselves."""
 
     KIND: ClassVar[str] = "rank"
     checkpoint_id: str
@@ -105,6 +119,7 @@ class RankRecord(Record):
     model_file: str
     sub_groups: tuple[SubGroupRecord, ...]
     frozen: tuple[FrozenRecord, ...] = ()
+    files: dict[str, FileRecord] = Field(default_factory=dict)
 
 
 class FileSeal(BaseModel):
@@ -176,13 +191,17 @@ class RankEntry(BaseModel):
 
 
 class Manifest(Record):
-    """Written last: a folder with a sound manifest is a complete checkpoint."""
+    """Written last: a folder with a sound manifest is a complete checkpoint.
+
+    ``sealed``: every rank's seal was there before the manifest, so one that is missing has been lost.
+    """
 
     KIND: ClassVar[str] = "manifest"
     checkpoint_id: str
     tag: str
     global_steps: Count
     world_size: Count
+    sealed: bool
     created: str
     versions: dict[str, str]
     settings: dict[str, Scalar]

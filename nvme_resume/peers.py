@@ -71,7 +71,10 @@ class Peers:
 
     def same(self, value: Any, what: str) -> None:
         """PeerError on every rank unless all ranks bring the same value."""
-        values = self.exchange(value, None, what)
+        self.agree(self.exchange(value, None, what), what)
+
+    def agree(self, values: Sequence[Any], what: str) -> None:
+        """The same for values that were exchanged already.  No collective."""
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise PeerError(

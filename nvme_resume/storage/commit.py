@@ -1,16 +1,19 @@
 """Make a finished staging folder the checkpoint, durably and at once.
 
 Order, and why: (1) all data files and records are already fsynced by whoever wrote them, and so are the
-folders that hold them; (2) the manifest is written last and fsynced, so a folder with a manifest is complete;
+folders that hold them; (2) the manifest is written last and fsynced with its folder, so a folder with a manifest is
+complete (the new ``latest``, still under another name, goes along);
 (3) one rename puts the folder under its tag, two folders change names when the tag exists, so there is no
 instant without a complete checkpoint under that name; (4) the parent folder is fsynced, so the rename
-survives a power failure; (5) only then ``latest`` is replaced, by a file that is fsynced before its rename.
+survives a power failure; (5) only then ``latest`` is replaced, by one more rename.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 from nvme_resume import layout
@@ -19,23 +22,62 @@ from nvme_resume.manifest import Manifest, encode
 from nvme_resume.storage import catalog, records
 from nvme_resume.storage import disk as seam
 
+_SYNC_THREADS = 16
 
-def sync_tree(folder: Path) -> None:
-    """fsync every folder below and including ``folder``, children first."""
-    for root, _, _ in os.walk(folder, topdown=False):
-        seam.current().sync_folder(Path(root))
+
+def sync_all(files: Iterable[Path], folders: Iterable[Path]) -> None:
+    """fsync files and folders, all at once: a journal commits many as fast as one.
+
+    Every entry must be in its folder already; then the order among them does not matter, as nothing refers to any of
+    them until all are durable.  Raises the first OSError.
+    """
+    disk = seam.current()
+    work = [*((disk.sync_file, f) for f in files), *((disk.sync_folder, f) for f in folders)]
+    if len(work) == 1:
+        work[0][0](work[0][1])
+        return
+    # Threads of this call alone: an executor kept for later would end before the last save at exit does.
+    errors: list[BaseException] = []
+    pending = iter(work)
+    lock = threading.Lock()
+
+    def drain() -> None:
+        while True:
+            with lock:
+                item = next(pending, None)
+            if item is None or errors:
+                return
+            try:
+                item[0](item[1])
+            except OSError as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=drain, daemon=True) for _ in range(min(_SYNC_THREADS, len(work)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def folders_of(folder: Path) -> list[Path]:
+    """``folder`` and every folder below it."""
+    return [Path(root) for root, _, _ in os.walk(folder)]
 
 
 def publish(save_dir: Path, staging: str, manifest: Manifest, *, save_latest: bool) -> Path:
     """Steps 2 to 5 of the module's docstring; returns the final path.  OSError when a step failed."""
     disk = seam.current()
     source, target = save_dir / staging, save_dir / manifest.tag
-    disk.write(source / layout.manifest(), encode(manifest))
-    disk.sync_folder(source / layout.RECORDS)
-    disk.sync_folder(source)
+    latest = save_dir / f"{layout.STAGING_PREFIX}{layout.LATEST}.{manifest.checkpoint_id}"
     replaced: Path | None = None
     exchanged = moved = False
     try:
+        disk.write(source / layout.manifest(), encode(manifest), sync=False)
+        if save_latest:
+            disk.write(latest, manifest.tag.encode(), sync=False)
+        sync_all([source / layout.manifest(), *([latest] if save_latest else [])], [source / layout.RECORDS])
         if not target.exists():
             disk.rename(source, target)
         elif disk.exchange(source, target):
@@ -49,8 +91,10 @@ def publish(save_dir: Path, staging: str, manifest: Manifest, *, save_latest: bo
         moved = True
         disk.sync_folder(save_dir)
         if save_latest:
-            write_latest(save_dir, manifest.tag, manifest.checkpoint_id)
+            disk.rename(latest, save_dir / layout.LATEST)
+            disk.sync_folder(save_dir)
     except OSError:
+        latest.unlink(missing_ok=True)
         # Back to the state before, unless ``latest`` already names a tag that would be gone then.
         if replaced is not None or catalog.read_latest(save_dir) != manifest.tag:
             with contextlib.suppress(OSError):
@@ -66,19 +110,6 @@ def publish(save_dir: Path, staging: str, manifest: Manifest, *, save_latest: bo
         with contextlib.suppress(OSError):  # committed all the same; the next save removes what is left
             disk.remove_tree(replaced)
     return target
-
-
-def write_latest(save_dir: Path, tag: str, save_id: str) -> None:
-    """Replace ``latest`` atomically and durably."""
-    disk = seam.current()
-    temporary = save_dir / f"{layout.STAGING_PREFIX}{layout.LATEST}.{save_id}"
-    try:
-        disk.write(temporary, tag.encode())
-        disk.rename(temporary, save_dir / layout.LATEST)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    disk.sync_folder(save_dir)
 
 
 def discard(save_dir: Path, staging: str, checkpoint_id: str) -> None:

@@ -9,25 +9,44 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import shutil
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
+_FICLONE = 0x40049409
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What tells a file that was written to from one that was not (its ctime changes with its names, too)."""
+
+    inode: int
+    size: int
+    mtime_ns: int
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 class Disk:
     """Durable small-file operations on a POSIX file system."""
 
-    def write(self, path: Path, data: bytes) -> None:
+    def write(self, path: Path, data: bytes, *, sync: bool = True) -> None:
         """Create ``path`` with ``data`` and fsync it (the entry in its folder is not synced here)."""
         with path.open("xb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
 
     def read(self, path: Path, limit: int) -> bytes:
         """Whole content of a regular file; symbolic links are refused, more than ``limit`` bytes too."""
@@ -46,6 +65,51 @@ class Disk:
         if not stat.S_ISREG(info.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         return info.st_size
+
+    def identity(self, path: Path) -> Identity:
+        """Which file this is, and whether it has been written to."""
+        info = os.lstat(path)
+        if not stat.S_ISREG(info.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return Identity(info.st_ino, info.st_size, info.st_mtime_ns)
+
+    def cut(self, path: Path, size: int, mode: int) -> None:
+        """Make a file ``size`` bytes long with permission bits ``mode``, touching only what is not so already."""
+        info = path.stat()
+        if info.st_size < size:
+            raise OSError(errno.EIO, f"is {info.st_size} bytes long, not {size}", str(path))
+        if info.st_size > size:
+            os.truncate(path, size)
+        if stat.S_IMODE(info.st_mode) != mode:
+            path.chmod(mode)
+
+    def link(self, source: Path, target: Path) -> None:
+        """A second name for the same file; never overwrites."""
+        os.link(source, target)
+
+    def clone(self, source: Path, target: Path) -> None:
+        """FICLONE: a new file that shares the blocks of another until one of them is written to."""
+        with source.open("rb") as reader, target.open("xb") as writer:
+            fcntl.ioctl(writer.fileno(), _FICLONE, reader.fileno())
+
+    def server_copy(self, source: Path, target: Path, size: int) -> None:
+        """copy_file_range: the file system (or the file server) copies by itself."""
+        with source.open("rb") as reader, target.open("xb") as writer:
+            done = 0
+            while done < size:
+                count = os.copy_file_range(reader.fileno(), writer.fileno(), size - done)
+                if count == 0:
+                    raise OSError(errno.EIO, f"ends after {done} bytes, not {size}", str(source))
+                done += count
+
+    def allocate(self, path: Path, size: int) -> None:
+        """Give a file (created if need be) its blocks now, so that writing it later neither fails nor waits for them."""
+        with path.open("ab") as file:
+            if _libc().fallocate(file.fileno(), 0, ctypes.c_long(0), ctypes.c_long(size)) == 0:
+                return
+            code = ctypes.get_errno()
+            if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                raise OSError(code, os.strerror(code), str(path))
 
     def sync_file(self, path: Path) -> None:
         """fsync a file that somebody else wrote."""
@@ -73,8 +137,7 @@ class Disk:
 
     def exchange(self, one: Path, other: Path) -> bool:
         """Swap two names atomically; False where the file system cannot (then nothing happened)."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        result = libc.renameat2(
+        result = _libc().renameat2(
             ctypes.c_int(_AT_FDCWD),
             ctypes.c_char_p(os.fsencode(one)),
             ctypes.c_int(_AT_FDCWD),

@@ -15,10 +15,21 @@ R = TypeVar("R", bound=Record)
 
 
 def write(folder: Path, relative: str, record: Record) -> None:
-    """Create the record file ``folder/relative`` and fsync it."""
+    """Create the record file ``folder/relative``; the caller syncs it."""
     path = folder / relative
     seam.current().make_folder(path.parent)
-    seam.current().write(path, manifest.encode(record))
+    seam.current().write(path, manifest.encode(record), sync=False)
+
+
+def write_late(folder: Path, relative: str, record: Record) -> None:
+    """Add a record to a committed checkpoint: it appears whole or not at all, and is durable on return."""
+    disk = seam.current()
+    path = folder / relative
+    temporary = path.with_name(f"{layout.STAGING_PREFIX}{path.name}")
+    disk.remove_tree(temporary)  # of a process that died
+    disk.write(temporary, manifest.encode(record))
+    disk.rename(temporary, path)
+    disk.sync_folder(path.parent)
 
 
 def read(folder: Path, relative: str, kind: type[R]) -> R:
@@ -60,8 +71,8 @@ def read_manifest(folder: Path) -> Manifest:
     return read(folder, layout.manifest(), Manifest)
 
 
-def read_rank(folder: Path, head: Manifest, rank: int) -> tuple[RankRecord, Seal, Extras]:
-    """The three records of one rank, checked against the manifest and each other."""
+def read_rank(folder: Path, head: Manifest, rank: int) -> tuple[RankRecord, Seal | None, Extras]:
+    """The records of one rank, checked against the manifest and each other; no seal where none was written yet."""
     entry = next((e for e in head.ranks if e.rank == rank), None)
     if entry is None:
         raise CorruptError(
@@ -69,11 +80,14 @@ def read_rank(folder: Path, head: Manifest, rank: int) -> tuple[RankRecord, Seal
         )
     record = read(folder, layout.rank_record(rank), RankRecord)
     extras = read(folder, layout.extras(rank), Extras)
-    seal = read(folder, layout.seal(rank), Seal)
+    seal = None
+    if head.sealed or os.path.lexists(folder / layout.seal(rank)):
+        seal = read(folder, layout.seal(rank), Seal)
+    sealed = [] if seal is None else [(layout.seal(rank), seal)]
     for relative, expected, found in (
         (layout.rank_record(rank), entry.record, manifest.digest_of(record)),
         (layout.extras(rank), entry.extras, manifest.digest_of(extras)),
-        (layout.seal(rank), entry.record, seal.record_digest),
+        *((name, entry.record, item.record_digest) for name, item in sealed),
     ):
         if expected != found:
             raise CorruptError(
@@ -85,11 +99,12 @@ def read_rank(folder: Path, head: Manifest, rank: int) -> tuple[RankRecord, Seal
                 found=found,
                 hint="load an older tag of the same folder by its name",
             )
-    for relative, item in (
+    everything: list[tuple[str, RankRecord | Extras | Seal]] = [
         (layout.rank_record(rank), record),
         (layout.extras(rank), extras),
-        (layout.seal(rank), seal),
-    ):
+        *sealed,
+    ]
+    for relative, item in everything:
         if (item.checkpoint_id, item.rank) != (head.checkpoint_id, rank):
             raise CorruptError(
                 "record belongs to another rank or checkpoint",

@@ -13,14 +13,19 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
 from tqdm import tqdm
 
 from nvme_resume import _native
 from nvme_resume.config import Options
 from nvme_resume.errors import CorruptError, from_os_error
 from nvme_resume.manifest import FileSeal
+from nvme_resume.storage.background import Gate
 
 _PROGRESS_AFTER_SECONDS = 2.0
+# Beside training: shorter requests, so that the training's own wait behind less of ours.
+_BACKGROUND_BLOCK_MIB = 8
+_BACKGROUND_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
@@ -44,11 +49,13 @@ def run(
     hash: bool = True,
     buffered: bool = False,
     show: bool = False,
+    gate: Gate | None = None,
 ) -> list[FileSeal]:
     """Run all copies; one FileSeal (size, hashes) for each, in order, or none at all when ``hash`` is False.
 
     ``what`` names the work on the progress bar, which appears after two seconds when ``show`` and the output
     is a terminal.  ``buffered`` keeps to the page cache (files just written by torch are still in it).
+    ``gate``: for background threads; the copier then gives way to the training's own I/O and to every other thread.
     Raises NoSpaceError, CorruptError (a source shorter than asked) or StorageError naming file and offset.
     """
     if not copies:
@@ -65,16 +72,21 @@ def run(
             )
             for c in copies
         ],
-        block_bytes=options.block_mib << 20,
-        in_flight=options.in_flight,
+        block_bytes=min(options.block_mib, _BACKGROUND_BLOCK_MIB if gate else options.block_mib) << 20,
+        in_flight=min(options.in_flight, _BACKGROUND_IN_FLIGHT) if gate else options.in_flight,
         engine=options.engine,
         direct="off" if buffered else options.direct,
         sync=sync,
         hash=hash,
         bandwidth_limit=int(options.bandwidth_limit_mib * (1 << 20)),
+        low_priority=gate is not None and not gate.urgent,
     )
     try:
-        results = _interruptible(transfer, what, show=show)
+        if gate is None:
+            results = _interruptible(transfer, what, show=show)
+        else:
+            with gate.running(transfer):
+                results = transfer.run()
     except OSError as error:
         raise from_os_error(error, what) from error
     if not hash:
@@ -109,6 +121,17 @@ def _interruptible(transfer: _native.Transfer, what: str, *, show: bool) -> list
         finally:
             if bar is not None:
                 bar.close()
+
+
+def hash_of(content: memoryview) -> FileSeal:
+    """The seal of a file with this content."""
+    view = content.cast("B")
+    chunks = [
+        xxhash.xxh3_128_digest(view[i : i + _native.CHUNK_BYTES])
+        for i in range(0, len(view), _native.CHUNK_BYTES)
+    ]
+    joined = b"".join(chunks)
+    return FileSeal(size=len(view), digest=_native.digest_of_chunks(joined), chunks=joined.hex())
 
 
 def write_padded(path: Path, data: memoryview, size: int, *, offset: int = 0) -> None:

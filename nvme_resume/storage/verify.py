@@ -8,7 +8,7 @@ from pathlib import Path
 from nvme_resume import layout
 from nvme_resume.config import Options
 from nvme_resume.errors import CorruptError
-from nvme_resume.manifest import FileSeal
+from nvme_resume.manifest import FileRecord, FileSeal
 from nvme_resume.storage import disk as seam
 from nvme_resume.storage import transfer
 
@@ -28,10 +28,29 @@ def path_of(folder: Path, relative: str, *, rank: int, tag: str) -> Path:
     return path
 
 
-def structure(folder: Path, files: Mapping[str, FileSeal], *, rank: int, tag: str) -> None:
-    """Every sealed file is there and has its size."""
-    for relative, sealed in files.items():
-        check_size(path_of(folder, relative, rank=rank, tag=tag), sealed.size, rank=rank, tag=tag)
+def structure(
+    folder: Path, files: Mapping[str, FileSeal] | Mapping[str, FileRecord], *, rank: int, tag: str
+) -> None:
+    """Every file is there and has its size."""
+    for relative, known in files.items():
+        check_size(path_of(folder, relative, rank=rank, tag=tag), known.size, rank=rank, tag=tag)
+
+
+def check_untouched(path: Path, listed: FileRecord, *, rank: int, tag: str) -> None:
+    """CorruptError when a linked file has the inode of the commit but was written to since."""
+    if listed.inode is None:
+        return
+    now = seam.current().identity(path)
+    if now.inode == listed.inode and (now.size, now.mtime_ns) != (listed.size, listed.mtime_ns):
+        raise CorruptError(
+            "a saved swap file was written to after the commit",
+            rank=rank,
+            tag=tag,
+            path=str(path),
+            expected=f"{listed.size} bytes, modified at {listed.mtime_ns} ns",
+            found=f"{now.size} bytes, modified at {now.mtime_ns} ns",
+            hint="nothing but nvme_resume may write below the checkpoint or nvme_path; load an older tag by its name",
+        )
 
 
 def check_size(path: Path, size: int, *, rank: int, tag: str) -> None:
@@ -57,7 +76,8 @@ def compare(path: Path, sealed: FileSeal, found: FileSeal, *, rank: int, tag: st
     if (sealed.size, sealed.digest) == (found.size, found.digest):
         return
     offset = None
-    for index in range(0, max(len(sealed.chunks), len(found.chunks)), 32):
+    # Without chunk hashes (all there was at the commit) the place is not known.
+    for index in range(0, max(len(sealed.chunks), len(found.chunks)) if sealed.chunks else 0, 32):
         if sealed.chunks[index : index + 32] != found.chunks[index : index + 32]:
             offset = index // 32 * HASH_CHUNK_BYTES
             break

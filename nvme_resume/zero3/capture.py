@@ -28,11 +28,16 @@ GRADIENTS = "accumulation.gradients"
 
 @dataclass(frozen=True)
 class SwapCopy:
-    """One live swap file and its place in the checkpoint; ``nbytes`` is what the swapper wrote."""
+    """One live swap file and its place in the checkpoint.
 
-    source: Path
+    ``public`` is the name DeepSpeed knows it by, ``nbytes`` what the swapper wrote; ``rewritten``: every step writes it
+    anew (the optimizer's tensors), or none does (frozen parameters).
+    """
+
+    public: Path
     relative: str
     nbytes: int
+    rewritten: bool
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,12 @@ def _tensors(
             source = Path(swapped[id(value)])
             relative = layout.swap_path(rank, source.name)
             copies.append(
-                SwapCopy(source, relative, swapper._io_aligned_numel(numel) * swapper.swap_element_size)
+                SwapCopy(
+                    source,
+                    relative,
+                    swapper._io_aligned_numel(numel) * swapper.swap_element_size,
+                    rewritten=True,
+                )
             )
             dtype = layout_of.dtype_name(swapper.dtype)
             tensors.append(layout_of.swapped_tensor(key, dtype, numel, swapper.swap_element_size, relative))
@@ -132,7 +142,8 @@ def _frozen(engine: Any, rank: int, copies: list[SwapCopy]) -> list[FrozenRecord
             swapper = param.nvme_swapper
             relative = layout.frozen_path(rank, index)
             nbytes = swapper._io_aligned_numel(numel) * swapper.swap_element_size
-            copies.append(SwapCopy(Path(swapper.get_path(param, must_exist=True)), relative, nbytes))
+            public = Path(swapper.get_path(param, must_exist=True))
+            copies.append(SwapCopy(public, relative, nbytes, rewritten=False))
             dtype = swapper.dtype
         else:
             dtype = fragment.dtype

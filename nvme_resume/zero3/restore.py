@@ -1,14 +1,15 @@
 """Bring a live ZeRO-3 engine to the state of a checkpoint: first check and stage, then apply.
 
-``prepare`` may fail and leaves engine, swap folder and checkpoint as they were.  ``apply`` follows only when
-every rank's ``prepare`` went well.  Memory above the engine's own: the copier's buffers, and one tensor at a
-time for state that the engine keeps in memory.
+``prepare`` may fail and leaves engine, swap folder and checkpoint as they were.  ``adopt`` reads the masters and may find
+that one is damaged; ``go_back`` then brings the engine back.  ``apply`` follows only when both went well on every rank.
+Memory above the engine's own: the copier's buffers, and one tensor at a time for state that the engine keeps in memory.
 """
 
 from __future__ import annotations
 
-import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,16 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from nvme_resume import compat, logs, plan
 from nvme_resume.config import Options
 from nvme_resume.errors import IncompatibleError
-from nvme_resume.manifest import MASTER, Extras, RankRecord
-from nvme_resume.storage import transfer
+from nvme_resume.manifest import MASTER, Extras, FileSeal, RankRecord
+from nvme_resume.storage import seal, transfer, verify
+from nvme_resume.storage.background import Background, Gate
+from nvme_resume.storage.seal import HeldFolder
+from nvme_resume.storage.snapshot import SwapFiles
+from nvme_resume.storage.transfer import hash_of
 from nvme_resume.zero3 import adam, layout_of, quiesce, rng
 from nvme_resume.zero3.capture import GRADIENTS
 from nvme_resume.zero3.source import Checkpoint
-from nvme_resume.zero3.staging import Stager, as_bytes, clean_leftovers, swaps_to_file
+from nvme_resume.zero3.staging import Stager, as_bytes, swap_file, swaps_to_file
 
 log = logs.logger
 
@@ -48,7 +53,14 @@ class Restore:
     """One load on one rank."""
 
     def __init__(
-        self, engine: Any, folder: Path, options: Options, rank: int, world_size: int, wanted: Wanted
+        self,
+        engine: Any,
+        folder: Path,
+        options: Options,
+        rank: int,
+        world_size: int,
+        wanted: Wanted,
+        files: SwapFiles,
     ) -> None:
         self.engine = engine
         self.options = options
@@ -62,13 +74,16 @@ class Restore:
         self.sources: list[plan.Source] = []
         # Decided once: parameters move between memory and NVMe between the two halves.
         self._frozen_staged: set[str] = set()
-        self._stager = Stager(self.checkpoint, options, rank, uuid.uuid4().hex[:12])
+        self._files = files
+        self._stager = Stager(self.checkpoint, options, rank, files)
+        self._mark = files.mark()
+        self._before: _OptimizerState | None = None
+        self._cast: list[int] = []  # sub-groups whose 16-bit weights were overwritten
 
     # ---- first half: look, do not touch ----
 
     def prepare(self, *, show: bool) -> None:
         """Check records, fit, sizes and hashes; stage the swap files.  On failure nothing has changed."""
-        clean_leftovers(self.engine)
         try:
             self._prepare(show=show)
         except BaseException:
@@ -194,7 +209,7 @@ class Restore:
 
     def _can_replace(self, param: Any, file: str, dtype: str) -> bool:
         """Can the saved file of a frozen parameter's partition take the place of its swap file as it is?"""
-        if not (self.same_world and self.checkpoint.sealed):
+        if not (self.same_world and self.checkpoint.ours):
             return False
         if param.ds_tensor.status is not PartitionedParamStatus.NOT_AVAILABLE:
             return False
@@ -202,27 +217,92 @@ class Restore:
         if dtype != layout_of.dtype_name(swapper.dtype):
             return False
         size = swapper._io_aligned_numel(int(param.ds_tensor.ds_numel)) * swapper.swap_element_size
-        return bool(self.checkpoint.seals(self.saved_rank)[file].size == size)
+        return bool(self.checkpoint.record(self.saved_rank).files[file].size == size)
 
     def discard(self) -> None:
-        """Forget what was staged."""
-        self._stager.staged.discard()
+        """Forget what was staged and not adopted."""
+        self._stager.discard()
 
-    # ---- second half: touch ----
+    # ---- second half: touch, and be able to go back ----
 
-    def apply(self) -> None:
-        """Restore everything but what DeepSpeed's own loader restores (module buffers, scheduler, counters).
+    def adopt(self) -> None:
+        """Put the staged files in place of the live ones and cast the 16-bit weights from the swapped masters.
 
-        No collectives here.  The parameters must be partitioned (``checkpoint_event_prologue``).
+        Linked masters are hashed while they pass through memory: CorruptError when one is damaged, and ``go_back`` must
+        follow, on every rank.  No collectives here.  The parameters must be partitioned
+        (``checkpoint_event_prologue``).
         """
         optimizer = self.engine.optimizer
         quiesce.quiesce(self.engine)
+        self._before = _OptimizerState(optimizer)
         if getattr(optimizer, "optimizer_swapper", None) is not None:
             optimizer.optimizer_swapper.purge_state()
         optimizer.optimizer.state.clear()
-        self._stager.staged.publish()
+        for adoption in self._stager.adoptions:
+            self._files.adopt(adoption.public, adoption.path, adoption.nbytes, shared=adoption.linked)
         for source in self.sources:
-            self._restore_weights(source)
+            if swaps_to_file(self.engine, source.target, MASTER):
+                self._cast_from_swapped(source.target)
+
+    def go_back(self) -> None:
+        """Undo ``adopt``: the old swap files are still there under their public names."""
+        if self._before is None:
+            return
+        self._files.go_back(self._mark)
+        self._before.put_back()
+        for index in self._cast:
+            self._cast_sub_group(index)
+        self._before = None
+
+    def unverified(self) -> dict[Path, Callable[[Gate], None]]:
+        """Linked files that nobody has hashed yet: public name -> what hashes and compares it."""
+        if self.options.verify != "background":
+            return {}
+        cast = {swap_file(self.engine, index, MASTER) for index in self._cast}
+        found: dict[Path, Callable[[Gate], None]] = {}
+        for public, (rank, relative) in self._stager.linked.items():
+            known = self.checkpoint.seals(rank).get(relative)
+            if public not in cast and known is not None:
+                # By its private name: the checkpoint's folder may be renamed or removed before the first step.
+                found[public] = partial(self._verify, self._files.source(public), known, rank)
+        return found
+
+    def _verify(self, path: Path, known: FileSeal, rank: int, gate: Gate) -> None:
+        (found,) = transfer.run([transfer.Copy(path)], self.options, what="verify", sync=False, gate=gate)
+        verify.compare(path, known, found, rank=rank, tag=self.checkpoint.tag)
+
+    def seal_behind(self, work: Background) -> None:
+        """Give the hashes to a checkpoint whose saver died, or went on, before they were written."""
+        checkpoint = self.checkpoint
+        for saved in range(self.rank, checkpoint.world_size, self.world_size):
+            if saved in checkpoint.opened() and not checkpoint.sealed(saved):
+                opened = HeldFolder(checkpoint.folder)
+                work.submit(
+                    f"hashes of checkpoint {checkpoint.tag}",
+                    partial(seal.add, opened, checkpoint.record(saved), self.options, work.gate, {}),
+                    self.options.exit_seconds,
+                )
+
+    def remark(self) -> str:
+        """What a user should know about the checkpoint that was loaded."""
+        if not self.checkpoint.ours:
+            return " (written by plain DeepSpeed: no hashes to check)"
+        if not self.checkpoint.sealed(self.saved_rank):
+            return " (it had no hashes yet: sizes and times were checked; the hashes are being added)"
+        return ""
+
+    def apply(self) -> None:
+        """Restore everything else but what DeepSpeed's own loader restores (module buffers, scheduler, counters).
+
+        No collectives here.
+        """
+        optimizer = self.engine.optimizer
+        self._files.settle(self._mark)
+        self._stager.adoptions.clear()
+        for source in self.sources:
+            if not swaps_to_file(self.engine, source.target, MASTER):
+                self._fill(optimizer.fp32_partitioned_groups_flat[source.target].data, source, MASTER)
+                optimizer._reassign_or_swap_out_partitioned_parameters(source.target)
         self._restore_frozen()
         if self.wanted.weights_only:
             return
@@ -244,18 +324,35 @@ class Restore:
             return
         restore_rng_of(self.checkpoint, self.saved_rank)
 
-    def _restore_weights(self, source: plan.Source) -> None:
-        """Master weights, then the 16-bit weights that follow from them, by DeepSpeed's own cast."""
+    def _cast_from_swapped(self, index: int) -> None:
+        """The 16-bit weights of one sub-group, by DeepSpeed's own cast, from a master that is what was saved."""
+        public = swap_file(self.engine, index, MASTER)
+        linked = self._stager.linked.get(public)
+        known = None if linked is None else self.checkpoint.seals(linked[0]).get(linked[1])
+        if known is None or linked is None or self.options.verify == "structure":
+            self._cast_sub_group(index)
+            self._cast.append(index)
+            return
+        rank, relative = linked
+
+        def check(content: memoryview) -> None:
+            path = self.checkpoint.path(rank, relative)
+            verify.compare(path, known, hash_of(content), rank=rank, tag=self.checkpoint.tag)
+
+        self._cast_sub_group(index, check)
+        self._cast.append(index)
+
+    def _cast_sub_group(self, index: int, check: Callable[[memoryview], None] | None = None) -> None:
         optimizer = self.engine.optimizer
-        index = source.target
-        master = optimizer.fp32_partitioned_groups_flat[index]
-        if swaps_to_file(self.engine, index, MASTER):
-            optimizer._optimizer_states_and_gradient_swap_in(index)
+        optimizer._optimizer_states_and_gradient_swap_in(index)
+        try:
+            if check is not None:
+                master = optimizer.fp32_partitioned_groups_flat[index]
+                info = optimizer.optimizer_swapper.swap_params_info[master.ds_id]
+                check(as_bytes(info.tensors[0].swap_tensor))
             optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        finally:
             optimizer._release_swap_buffers(index)
-        else:
-            self._fill(master.data, source, MASTER)
-            optimizer._reassign_or_swap_out_partitioned_parameters(index)
 
     def _fill(self, target: torch.Tensor, source: plan.Source, key: str) -> None:
         """Read a flat tensor that this engine keeps in memory."""
@@ -367,9 +464,28 @@ class Restore:
             if fragment.status is PartitionedParamStatus.NOT_AVAILABLE:
                 swapper = param.nvme_swapper
                 size = swapper._io_aligned_numel(flat.numel()) * swapper.swap_element_size
-                transfer.write_padded(Path(swapper.get_path(param)), as_bytes(flat.to(swapper.dtype)), size)
+                public = Path(swapper.get_path(param))
+                transfer.write_padded(public, as_bytes(flat.to(swapper.dtype)), size)
+                self._files.replaced(public)
             else:
                 fragment.data.copy_(flat.view(fragment.shape))
+
+
+class _OptimizerState:
+    """What ``adopt`` takes from the optimizer, to be put back if it must."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._state = dict(optimizer.optimizer.state)
+        swapper = getattr(optimizer, "optimizer_swapper", None)
+        self._infos = [] if swapper is None else list(swapper.swap_params_info.values())
+        self._tensors = [(list(i.tensors), i.has_state_tensors, i.unswapped_gradients) for i in self._infos]
+
+    def put_back(self) -> None:
+        self._optimizer.optimizer.state.clear()
+        self._optimizer.optimizer.state.update(self._state)
+        for info, (tensors, has_states, gradients) in zip(self._infos, self._tensors, strict=True):
+            info.tensors, info.has_state_tensors, info.unswapped_gradients = tensors, has_states, gradients
 
 
 def restore_rng_of(checkpoint: Checkpoint, saved_rank: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,14 @@ class Checkpoint:
     def __init__(self, folder: Path, engine: Any) -> None:
         self.folder = folder
         self.tag = folder.name
-        self.sealed = records.has_manifest(folder)
+        self.ours = records.has_manifest(folder)
         self._engine = engine
         self._extras: dict[int, Extras] = {}
-        self._seals: dict[int, dict[str, FileSeal]] = {}
+        self._seals: dict[int, dict[str, FileSeal] | None] = {}
         self._records: dict[int, RankRecord] = {}
         self._optim = lru_cache(maxsize=None)(self._open_optim)
         self._model = lru_cache(maxsize=None)(self._open_model)
-        if self.sealed:
+        if self.ours:
             self.head = records.read_manifest(folder)
             if self.head.tag != folder.name:
                 raise CorruptError(
@@ -49,7 +49,7 @@ class Checkpoint:
     def beside_stock(cls, folder: Path, engine: Any, extras: Extras) -> Checkpoint:
         """A checkpoint that plain DeepSpeed wrote and loaded, with our extras beside it."""
         checkpoint = cls.__new__(cls)
-        checkpoint.folder, checkpoint.tag, checkpoint.sealed = folder, folder.name, False
+        checkpoint.folder, checkpoint.tag, checkpoint.ours = folder, folder.name, False
         checkpoint._engine, checkpoint._seals, checkpoint._records = engine, {}, {}
         checkpoint._extras = {extras.rank: extras}
         return checkpoint
@@ -57,11 +57,15 @@ class Checkpoint:
     def record(self, rank: int) -> RankRecord:
         """What saved rank ``rank`` saved."""
         if rank not in self._records:
-            if self.sealed:
+            if self.ours:
                 record, seal, extras = records.read_rank(self.folder, self.head, rank)
                 # Kinds and sizes first: nothing is opened that is no regular file of the right size.
-                verify.structure(self.folder, seal.files, rank=rank, tag=self.tag)
-                self._seals[rank], self._extras[rank] = seal.files, extras
+                verify.structure(self.folder, record.files, rank=rank, tag=self.tag)
+                if seal is None:
+                    for name, listed in record.files.items():
+                        path = verify.path_of(self.folder, name, rank=rank, tag=self.tag)
+                        verify.check_untouched(path, listed, rank=rank, tag=self.tag)
+                self._seals[rank], self._extras[rank] = None if seal is None else seal.files, extras
                 if record.world_size != self.world_size:
                     raise CorruptError("record of another world size", rank=rank, tag=self.tag)
             else:
@@ -71,10 +75,32 @@ class Checkpoint:
             self._records[rank] = record
         return self._records[rank]
 
-    def seals(self, rank: int) -> dict[str, FileSeal]:
-        """Sizes and hashes of a rank's files; empty for a checkpoint of plain DeepSpeed."""
+    def opened(self) -> set[int]:
+        """Saved ranks whose records were read."""
+        return set(self._records)
+
+    def sealed(self, rank: int) -> bool:
+        """Are the hashes of all of a rank's files known?"""
         self.record(rank)
-        return self._seals.get(rank, {})
+        return self._seals.get(rank) is not None
+
+    def seals(self, rank: int) -> dict[str, FileSeal]:
+        """Sizes and hashes of a rank's files; empty where none were taken."""
+        self.record(rank)
+        return self._seals.get(rank) or {}
+
+    def check_hashes(self, rank: int, names: Iterable[str], options: Options) -> None:
+        """CorruptError unless these files are what was saved, as far as their hashes are known."""
+        listed = self.record(rank).files
+        wanted = {n: digest for n in names if n in listed and (digest := self._digest(rank, n)) is not None}
+        verify.full(self.folder, wanted, options, rank=rank, tag=self.tag)
+
+    def _digest(self, rank: int, name: str) -> FileSeal | None:
+        sealed = self.seals(rank).get(name)
+        listed = self.record(rank).files[name]
+        if sealed is not None or listed.digest is None:
+            return sealed
+        return FileSeal(size=listed.size, digest=listed.digest, chunks="")
 
     def extras(self, rank: int) -> Extras | None:
         """The small state of a rank, None where plain DeepSpeed saved."""
@@ -98,10 +124,9 @@ class Checkpoint:
         """What must hold before a file is unpickled: our hash matches, where there is one."""
 
         def verified() -> None:
-            sealed = {relative: self.seals(rank)[relative]}
-            verify.full(self.folder, sealed, Options(), rank=rank, tag=self.tag)
+            self.check_hashes(rank, [relative], Options())
 
-        return verified if self.sealed else stock.as_deepspeed_does
+        return verified if self.ours else stock.as_deepspeed_does
 
     def model(self, rank: int) -> dict[str, Any]:
         """DeepSpeed's model file of a saved rank."""

@@ -1,53 +1,37 @@
-"""First half of a load: check everything and put the swap files, verified, beside the live ones.
+"""First half of a load: check everything and put the swap files under private names, beside the live ones.
 
-Nothing the engine can see is touched here.  Copies land in a private folder inside the swap folder (same
-filesystem, so the second half is a rename for each file); their hashes are taken on the way.
+Nothing the engine can see is touched here.  On one filesystem a checkpoint's file is linked, not copied; its hash is
+taken later, while it is read (masters) or before the first step reads it (moments), unless ``"verify": "full"``.
+Copies are hashed on the way.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nvme_resume import layout, plan
+from nvme_resume import plan
 from nvme_resume.config import Options
-from nvme_resume.manifest import MASTER, FileSeal, TensorRecord
+from nvme_resume.errors import NoSpaceError
+from nvme_resume.manifest import MASTER, TensorRecord
 from nvme_resume.storage import disk as seam
-from nvme_resume.storage import transfer, verify
+from nvme_resume.storage import ladder, transfer, verify
+from nvme_resume.storage.snapshot import SwapFiles
 from nvme_resume.storage.transfer import Copy
 from nvme_resume.zero3.source import Checkpoint
 
 
-@dataclass
-class Staged:
-    """Files waiting to replace live ones: (staged path, public path)."""
+@dataclass(frozen=True)
+class Adoption:
+    """A private file that will be read in place of a public one."""
 
-    renames: list[tuple[Path, Path]] = field(default_factory=list)
-    folders: set[Path] = field(default_factory=set)
-
-    def add(self, public: Path, load_id: str) -> Path:
-        """The staging path for a public file."""
-        folder = public.parent / f"{layout.INCOMING_PREFIX}{load_id}"
-        if folder not in self.folders:
-            seam.current().make_folder(folder)
-            self.folders.add(folder)
-        staged = folder / public.name
-        self.renames.append((staged, public))
-        return staged
-
-    def publish(self) -> None:
-        """Replace the live files."""
-        for staged, public in self.renames:
-            seam.current().rename(staged, public)
-        self.discard()
-
-    def discard(self) -> None:
-        """Remove what is staged."""
-        for folder in self.folders:
-            seam.current().remove_tree(folder)
+    public: Path
+    path: Path
+    nbytes: int
+    linked: bool  # the checkpoint's own inode; else a copy
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -73,14 +57,17 @@ def swap_file(engine: Any, sub_group: int, key: str) -> Path:
 
 
 class Stager:
-    """Collects the copies of one rank, runs them, compares hashes."""
+    """Collects what one rank reads: files to link, files to copy, files to hash; then does it."""
 
-    def __init__(self, checkpoint: Checkpoint, options: Options, rank: int, load_id: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, options: Options, rank: int, files: SwapFiles) -> None:
         self.checkpoint = checkpoint
         self.options = options
         self.rank = rank
-        self.load_id = load_id
-        self.staged = Staged()
+        self.adoptions: list[Adoption] = []
+        self.linked: dict[
+            Path, tuple[int, str]
+        ] = {}  # public name of a linked file -> saved rank, relative name
+        self._files = files
         self._whole: list[tuple[Copy, int, str]] = []  # copy, saved rank, relative name
         self._ranges: list[Copy] = []
         self._to_hash: set[tuple[int, str]] = set()
@@ -90,14 +77,15 @@ class Stager:
         swapper = engine.optimizer.optimizer_swapper
         numel = int(engine.optimizer.fp16_partitioned_groups_flat_numel[source.target])
         size = swapper._io_aligned_numel(numel) * swapper.swap_element_size
-        target = self.staged.add(swap_file(engine, source.target, key), self.load_id)
+        public = swap_file(engine, source.target, key)
         if source.whole:
             (only,) = source.segments
             tensor = self.checkpoint.find(only.rank, only.sub_group, key)
-            sealed = self.checkpoint.seals(only.rank).get(tensor.file)
-            if tensor.where == "swap" and sealed is not None and sealed.size == size:
-                self._whole.append((Copy(self._use(only.rank, tensor), target), only.rank, tensor.file))
+            listed = self.checkpoint.record(only.rank).files.get(tensor.file)
+            if tensor.where == "swap" and listed is not None and listed.size == size:
+                self._stage_whole(only.rank, tensor.file, self._use(only.rank, tensor), public, size)
                 return
+        target = self._copy_of(public, size)
         transfer.write_padded(target, memoryview(b""), size)
         element = swapper.swap_element_size
         for segment in source.segments:
@@ -121,6 +109,26 @@ class Stager:
                 piece = values[segment.src : segment.src + segment.numel].to(swapper.dtype)
                 transfer.write_padded(target, as_bytes(piece), size, offset=segment.dst * element)
 
+    def _stage_whole(self, rank: int, relative: str, path: Path, public: Path, size: int) -> None:
+        """A file that can take the place of a swap file as it is: linked where that is possible, else copied."""
+        if self.options.method in ("auto", "link"):
+            private = self._files.folder(public.parent).name(public)
+            try:
+                seam.current().link(path, private)
+            except OSError as error:
+                if error.errno not in ladder.STEP_DOWN or self.options.method == "link":
+                    raise
+            else:
+                self.adoptions.append(Adoption(public, private, size, linked=True))
+                self.linked[public] = (rank, relative)
+                return
+        self._whole.append((Copy(path, self._copy_of(public, size)), rank, relative))
+
+    def _copy_of(self, public: Path, size: int) -> Path:
+        path = self._files.folder(public.parent).name(public)
+        self.adoptions.append(Adoption(public, path, size, linked=False))
+        return path
+
     def use_for_memory(self, source: plan.Source, key: str) -> None:
         """Note the files that an in-memory tensor will be read from, so that they are checked now."""
         for segment in source.segments:
@@ -135,55 +143,66 @@ class Stager:
 
     def stage_param_file(self, rank: int, relative: str, public: Path) -> None:
         """A frozen parameter's partition, file to file."""
-        self._whole.append(
-            (
-                Copy(self.checkpoint.path(rank, relative), self.staged.add(public, self.load_id)),
-                rank,
-                relative,
-            )
-        )
+        size = self.checkpoint.record(rank).files[relative].size
+        self._stage_whole(rank, relative, self.checkpoint.path(rank, relative), public, size)
 
     def _use(self, rank: int, tensor: TensorRecord) -> Path:
         """The path of a tensor's file; at least as long as the record says."""
         path = self.checkpoint.path(rank, tensor.file)
-        if tensor.where == "swap" and not self.checkpoint.sealed:
+        if tensor.where == "swap" and not self.checkpoint.ours:
             size = seam.current().size(path) if path.is_file() else -1
             if size < tensor.nbytes:
                 verify.check_size(path, tensor.nbytes, rank=rank, tag=self.checkpoint.tag)
         return path
 
     def run(self, *, show: bool) -> None:
-        """Copy and hash; sizes were checked when the records were opened."""
-        tag = self.checkpoint.tag
-        full = self.options.verify == "full" and self.checkpoint.sealed
+        """Copy, and hash what is not hashed while it is used; sizes were checked when the records were opened."""
+        self._check_room()
+        tag, options = self.checkpoint.tag, self.options
+        hashed = options.verify != "structure"
         found = transfer.run(
             [copy for copy, _, _ in self._whole],
-            self.options,
+            options,
             what=f"resume {tag}",
             sync=False,
-            hash=full,
+            hash=hashed,
             show=show,
         )
-        if full:
-            self._compare(found)
-        transfer.run(self._ranges, self.options, what=f"resume {tag}", sync=False, hash=False, show=show)
+        if hashed:
+            for (_, rank, relative), seal in zip(self._whole, found, strict=True):
+                known = self.checkpoint.seals(rank).get(relative)
+                if known is not None:
+                    path = self.checkpoint.path(rank, relative)
+                    verify.compare(path, known, seal, rank=rank, tag=tag)
+            if options.verify == "full":
+                self._to_hash |= set(self.linked.values())
+            for rank in sorted({r for r, _ in self._to_hash}):
+                self.checkpoint.check_hashes(rank, sorted(n for r, n in self._to_hash if r == rank), options)
+        transfer.run(self._ranges, options, what=f"resume {tag}", sync=False, hash=False, show=show)
 
-    def _compare(self, found: list[FileSeal]) -> None:
-        """Hashes of the whole copies, taken on the way, and of every other file that is read."""
-        tag = self.checkpoint.tag
-        for (_, rank, relative), seal in zip(self._whole, found, strict=True):
-            path = self.checkpoint.path(rank, relative)
-            verify.compare(path, self.checkpoint.seals(rank)[relative], seal, rank=rank, tag=tag)
-        for rank in sorted({r for r, _ in self._to_hash}):
-            seals = self.checkpoint.seals(rank)
-            wanted = {name: seals[name] for r, name in sorted(self._to_hash) if r == rank}
-            verify.full(self.checkpoint.folder, wanted, self.options, rank=rank, tag=tag)
+    def _check_room(self) -> None:
+        """Copies now, and fresh files for what will be written beside a linked one, must fit."""
+        needed: dict[Path, int] = {}
+        for adoption in self.adoptions:
+            folder = adoption.public.parent
+            present = seam.current().size(adoption.public) if adoption.public.is_file() else 0
+            more = max(0, adoption.nbytes - present) if adoption.linked else adoption.nbytes
+            needed[folder] = needed.get(folder, 0) + more
+        for folder, total in needed.items():
+            free = seam.current().free_bytes(folder)
+            if free < total:
+                raise NoSpaceError(
+                    "the checkpoint does not fit on the disk of the swap files",
+                    rank=self.rank,
+                    tag=self.checkpoint.tag,
+                    path=str(folder),
+                    expected=f"{total >> 20} MiB free for this rank",
+                    found=f"{free >> 20} MiB",
+                    hint="free some space there and load again",
+                )
 
-
-def clean_leftovers(engine: Any) -> None:
-    """Remove staging folders of loads that died (the swap folder belongs to this process alone)."""
-    swapper = getattr(engine.optimizer, "optimizer_swapper", None)
-    folder = None if swapper is None else Path(swapper.swap_folder)
-    if folder is not None and folder.is_dir():
-        for path in folder.glob(f"{layout.INCOMING_PREFIX}*"):
-            seam.current().remove_tree(path)
+    def discard(self) -> None:
+        """Remove what was staged and not adopted."""
+        for adoption in self.adoptions:
+            seam.current().remove_tree(adoption.path)
+        self.adoptions.clear()

@@ -1,0 +1,456 @@
+"""One save: what each rank does, and how the ranks come to one commit.
+
+On one filesystem the swap files are linked and frozen: nothing is copied, the hashes follow in the background.  Across
+filesystems they are copied, while training waits or, with ``"async": true``, by a background thread that commits when
+every rank's part is there.  That thread makes no collective calls: each rank's seal, written last, is the sign that its
+part is complete, and the publisher looks for those of all ranks that share its disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nvme_resume import layout, logs, manifest
+from nvme_resume.config import Options
+from nvme_resume.errors import ConfigError, NoSpaceError, NvmeResumeError, PeerError, StorageError
+from nvme_resume.manifest import FileRecord, FileSeal, Manifest, RankEntry, RankRecord
+from nvme_resume.peers import Peers
+from nvme_resume.storage import catalog, commit, ladder, records, seal, transfer
+from nvme_resume.storage import disk as seam
+from nvme_resume.storage.background import Background, Task
+from nvme_resume.storage.snapshot import SwapFiles
+from nvme_resume.version import __version__
+from nvme_resume.zero3 import capture, quiesce, stock_loader, supported
+
+log = logs.logger
+
+_SLACK_BYTES = 64 << 20  # records, model file, filesystem overhead
+_POLL_SECONDS = 0.05
+_MOST_UNSEALED = 8
+
+
+class Saver:
+    """All saves of one engine with state on NVMe."""
+
+    def __init__(
+        self, engine: Any, options: Options, peers: Peers, files: SwapFiles, work: Background
+    ) -> None:
+        self._engine = engine
+        self._options = options
+        self._peers = peers
+        self._files = files
+        self._work = work
+        self._rungs: dict[tuple[Path, Path], ladder.Rung] = {}
+        self._drain: Task | None = None  # this rank's part of the save that is under way
+        self._commit: Task | None = None  # the publisher's
+        self._pending: Callable[[], None] | None = None  # what gives up the save that is under way
+        self._in_background = False  # on some rank: agreed
+
+    # ---- the public two ----
+
+    def save(
+        self, save_dir: Path, tag: str, client_state: dict[str, Any], *, latest: bool, no_frozen: bool
+    ) -> None:
+        """Collective.  Returns after the commit, or after the freeze when the copy goes on in the background."""
+        if self._in_background:
+            self.wait()
+        peers, engine = self._peers, self._engine
+        start = time.monotonic()
+        proposals = peers.run(lambda: self._propose(save_dir, tag), "start of the save")
+        peers.agree([p[1:] for p in proposals], "save folder and tag")
+        checkpoint_id: str = proposals[0][0]
+        staging = layout.staging(tag, checkpoint_id)
+        if peers.rank == 0:
+            log.info("saving checkpoint %s to %s", tag, save_dir)
+        stock_loader.before(engine)
+        part = _Part(self, save_dir, staging, checkpoint_id, tag)
+        try:
+            sizes = peers.run(lambda: part.write(client_state, no_frozen), "save")
+            head = self._manifest(checkpoint_id, tag, sizes)
+            if any(s["pending"] for s in sizes):
+                self._finish_later(part, head, sizes, start, latest=latest)
+            else:
+                peers.run(
+                    lambda: (
+                        self._publishes()
+                        and bool(commit.publish(save_dir, staging, head, save_latest=latest))
+                    ),
+                    "commit",
+                )
+        except BaseException as error:
+            part.abandon()
+            if self._publishes():
+                commit.discard(save_dir, staging, checkpoint_id)
+            # Only an error that was exchanged is known to reach every rank; else a collective would hang.
+            if isinstance(error, NvmeResumeError) and not isinstance(error, PeerError):
+                stock_loader.after(engine)
+            raise
+        stock_loader.after(engine)
+        if self._in_background:
+            return
+        part.seal_later(save_dir / tag)
+        if peers.rank == 0:
+            _log_commit(save_dir / tag, sizes, start)
+
+    def wait(self) -> None:
+        """Until the save under way is committed.  Collective; raises what went wrong on any rank, on every rank."""
+        if not self._in_background:
+            return
+        try:
+            # First every rank's own part: while one has failed, the publisher would wait for it in vain.
+            self._peers.run(lambda: self._wait_for(self._drain), "copy of the checkpoint")
+            self._peers.run(lambda: self._wait_for(self._commit), "commit")
+        except NvmeResumeError:
+            if self._pending is not None:
+                self._pending()
+            raise
+        finally:
+            self._drain = self._commit = self._pending = None
+            self._in_background = False
+
+    def wait_for_all(self) -> None:
+        """The same, and until the hashes of linked files are written.  Collective."""
+        self.wait()
+        self._peers.run(self._work.finish, "background work of the last save")
+
+    def _wait_for(self, task: Task | None) -> None:
+        if task is None:
+            return
+        with self._work.gate.waited_for():
+            task.wait()
+        self._work.raise_failure()
+
+    # ---- steps ----
+
+    def _publishes(self) -> bool:
+        """One process for each place the checkpoint is written to."""
+        peers = self._peers
+        return peers.local_rank == 0 if self._engine.use_node_local_storage() else peers.rank == 0
+
+    def _propose(self, save_dir: Path, tag: str) -> tuple[str, str, str]:
+        """Refuse what cannot work before anything is written; rank 0's answer names the checkpoint's id."""
+        self._work.raise_failure()
+        if not layout.valid_tag(tag):
+            raise ConfigError("not a usable tag", tag=tag, expected="one plain folder name")
+        quiesce.quiesce(self._engine)
+        quiesce.accumulation(self._engine)
+        seam.current().make_folder(save_dir)
+        if self._publishes():
+            for leftover in catalog.leftovers(save_dir):
+                log.warning(
+                    "%s was left behind by an interrupted save: %s", leftover, commit.recover(leftover)
+                )
+        return uuid.uuid4().hex[:12], str(save_dir), tag
+
+    def _manifest(self, checkpoint_id: str, tag: str, sizes: list[dict[str, Any]]) -> Manifest:
+        return Manifest(
+            checkpoint_id=checkpoint_id,
+            tag=tag,
+            global_steps=self._engine.global_steps,
+            world_size=self._peers.world_size,
+            sealed=all(s["sealed"] for s in sizes),
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            versions={
+                "nvme_resume": __version__,
+                "deepspeed": supported.version(),
+                "torch": str(torch.__version__),
+            },
+            settings=capture.settings(self._engine),
+            ranks=tuple(
+                RankEntry(rank=r, host=s["host"], record=s["record"], extras=s["extras"])
+                for r, s in enumerate(sizes)
+            ),
+        )
+
+    def _finish_later(
+        self, part: _Part, head: Manifest, sizes: list[dict[str, Any]], start: float, *, latest: bool
+    ) -> None:
+        """Leave the copy, and on the publisher the commit, to the background thread."""
+        save_dir, staging, options = part.save_dir, part.staging, self._options
+        self._in_background = True
+        self._drain = self._work.submit(f"copy of checkpoint {head.tag}", part.drain, options.timeout_seconds)
+        local = [
+            r
+            for r, s in enumerate(sizes)
+            if not self._engine.use_node_local_storage() or s["host"] == self._peers.host
+        ]
+        report = self._peers.rank == 0
+
+        def publish() -> None:
+            try:
+                _await_seals(part.folder, local, self._work, options.timeout_seconds)
+                commit.publish(save_dir, staging, head, save_latest=latest)
+            except BaseException:
+                commit.discard(save_dir, staging, head.checkpoint_id)
+                raise
+            if report:
+                _log_commit(save_dir / head.tag, sizes, start)
+
+        if self._publishes():
+            self._commit = self._work.submit(
+                f"commit of checkpoint {head.tag}", publish, options.timeout_seconds
+            )
+
+        def give_up() -> None:
+            if self._commit is not None:
+                self._commit.cancelled = True
+                (part.folder / layout.failure(self._peers.rank)).touch()
+                self._commit.wait()
+                commit.discard(save_dir, staging, head.checkpoint_id)
+                with contextlib.suppress(NvmeResumeError):
+                    self._work.raise_failure()
+
+        self._pending = give_up
+
+    def rung(self, public: Path, save_dir: Path) -> ladder.Rung:
+        """How this swap file gets into a checkpoint below ``save_dir``; found out once, and said once."""
+        folder = self._files.folder(public.parent)
+        key = (folder.path, save_dir)
+        if key not in self._rungs:
+            wanted = self._options.method
+            self._rungs[key] = ladder.probe(folder.path, save_dir) if wanted == "auto" else wanted
+            if self._peers.rank == 0:
+                log.info(
+                    "swap files get from %s to %s by %s", public.parent, save_dir, _WORDS[self._rungs[key]]
+                )
+        return self._rungs[key]
+
+
+_WORDS: dict[ladder.Rung, str] = {
+    "link": "links (nothing is copied)",
+    "reflink": "reflinks (blocks are shared)",
+    "server": "copy_file_range",
+    "direct": "the O_DIRECT copier",
+}
+
+
+class _Part:
+    """One rank's part of one save."""
+
+    def __init__(self, saver: Saver, save_dir: Path, staging: str, checkpoint_id: str, tag: str) -> None:
+        self.save_dir = save_dir
+        self.staging = staging
+        self.folder = save_dir / staging
+        self._checkpoint_id = checkpoint_id
+        self._tag = tag
+        self._saver = saver
+        self._rank = saver._peers.rank
+        self._files = saver._files
+        self._options = saver._options
+        self._gate = saver._work.gate
+        self._record: RankRecord | None = None
+        self._seals: dict[str, FileSeal] = {}  # hashes taken so far
+        self._held: list[tuple[Path, capture.SwapCopy]] = []  # to be copied in the background
+        self._sealed = False
+
+    def write(self, client_state: dict[str, Any], no_frozen: bool) -> dict[str, Any]:
+        """All files of this rank that training has to wait for, durable."""
+        saver, disk, folder = self._saver, seam.current(), self.folder
+        engine, peers, options = saver._engine, saver._peers, self._options
+        taken = capture.capture(
+            engine,
+            checkpoint_id=self._checkpoint_id,
+            tag=self._tag,
+            rank=peers.rank,
+            world_size=peers.world_size,
+            frozen=not no_frozen,
+        )
+        rungs = [saver.rung(c.public, self.save_dir) for c in taken.copies]
+        self._check_room(taken.copies, rungs)
+        for parent in {(folder / c.relative).parent for c in taken.copies} | {folder / layout.RECORDS}:
+            disk.make_folder(parent)
+        listed = self._place(taken.copies, rungs)
+        capture.write_stock_files(engine, self.save_dir, self.staging, client_state, no_frozen)
+        extras = capture.write_extras(
+            engine, folder, checkpoint_id=self._checkpoint_id, rank=peers.rank, with_rng=options.rng
+        )
+        small = [taken.record.model_file, taken.record.optim_file]
+        small += [extras.tensors_file] if extras.tensors_file else []
+        small_seals = transfer.run(
+            [transfer.Copy(folder / name) for name in small], options, what="hash", sync=False, buffered=True
+        )
+        self._seals |= dict(zip(small, small_seals, strict=True))
+        listed |= {name: FileRecord(size=s.size, digest=s.digest) for name, s in self._seals.items()}
+        record = taken.record.model_copy(update={"files": listed})
+        self._record = record
+        records.write(folder, layout.rank_record(peers.rank), record)
+        records.write(folder, layout.extras(peers.rank), extras)
+        new = [*small, layout.rank_record(peers.rank), layout.extras(peers.rank)]
+        if not self._held and (options.seal == "before_commit" or len(self._seals) == len(listed)):
+            full = seal.take(folder, record, options, known=self._seals, show=peers.rank == 0)
+            records.write(folder, layout.seal(peers.rank), full)
+            new.append(layout.seal(peers.rank))
+            self._sealed = True
+        held = {c.relative for _, c in self._held}
+        new += [name for name in listed if name not in small and name not in held]
+        commit.sync_all([folder / name for name in new], commit.folders_of(folder))
+        return {
+            "host": peers.host,
+            "record": manifest.digest_of(record),
+            "extras": manifest.digest_of(extras),
+            "bytes": sum(f.size for f in listed.values()),
+            "linked": sum(f.size for f in listed.values() if f.inode is not None),
+            "sealed": self._sealed or bool(self._held),
+            "pending": bool(self._held),
+        }
+
+    def _check_room(self, copies: tuple[capture.SwapCopy, ...], rungs: list[ladder.Rung]) -> None:
+        """Refuse now what would not fit later: copies in the checkpoint, or fresh files beside frozen ones."""
+        needed: dict[Path, int] = {self.save_dir: _SLACK_BYTES}
+        for copy, rung in zip(copies, rungs, strict=True):
+            frozen = rung == "link" or (self._options.background_save and rung in ("server", "direct"))
+            if rung != "link" and rung != "reflink":
+                needed[self.save_dir] += copy.nbytes
+            if copy.rewritten and (frozen or rung == "reflink"):
+                where = copy.public.parent
+                needed[where] = needed.get(where, 0) + self._files.room_for(copy.public, copy.nbytes)
+        for where, total in needed.items():
+            free = seam.current().free_bytes(where)
+            if free < total:
+                raise NoSpaceError(
+                    "the checkpoint does not fit"
+                    if where == self.save_dir
+                    else "no room for the swap files of the next step beside those of the checkpoint",
+                    path=str(where),
+                    expected=f"{total >> 20} MiB free for this rank",
+                    found=f"{free >> 20} MiB",
+                    hint="remove old checkpoints or save elsewhere",
+                )
+
+    def _place(self, copies: tuple[capture.SwapCopy, ...], rungs: list[ladder.Rung]) -> dict[str, FileRecord]:
+        """Get every swap file into the checkpoint, or freeze it for the background; files whose hash is not known."""
+        disk, files = seam.current(), self._files
+        listed: dict[str, FileRecord] = {}
+        direct: list[capture.SwapCopy] = []
+        for copy, rung in zip(copies, rungs, strict=True):
+            target = self.folder / copy.relative
+            if self._options.background_save and rung in ("server", "direct"):
+                with contextlib.suppress(
+                    OSError
+                ):  # the swap folder allows no renames: copy while training waits
+                    path = files.hold(copy.public, copy.nbytes, rewritten=copy.rewritten)
+                    self._held.append((path, copy))
+                    listed[copy.relative] = FileRecord(size=copy.nbytes)
+                    continue
+            try:
+                if rung == "link":
+                    found = files.link_into(copy.public, copy.nbytes, target, rewritten=copy.rewritten)
+                    listed[copy.relative] = FileRecord(
+                        size=found.size, inode=found.inode, mtime_ns=found.mtime_ns
+                    )
+                    continue
+                if rung != "direct":
+                    ladder.put(rung, files.source(copy.public), target, copy.nbytes)
+                    disk.cut(target, copy.nbytes, files.folder(copy.public.parent).file_mode)
+                    listed[copy.relative] = FileRecord(size=copy.nbytes)
+                    continue
+            except OSError as error:
+                if error.errno not in ladder.STEP_DOWN or self._options.method != "auto":
+                    raise
+                disk.remove_tree(target)
+            direct.append(copy)
+        seals = transfer.run(
+            [
+                transfer.Copy(files.source(c.public), self.folder / c.relative, nbytes=c.nbytes)
+                for c in direct
+            ],
+            self._options,
+            what=f"save {self._tag}",
+            sync=True,
+            show=self._rank == 0,
+        )
+        self._seals |= dict(zip((c.relative for c in direct), seals, strict=True))
+        return listed
+
+    def drain(self) -> None:
+        """In the background: copy what was frozen, write the seal.  Leaves a mark for the publisher when it fails."""
+        record = self._record
+        assert record is not None
+        try:
+            seals = transfer.run(
+                [transfer.Copy(p, self.folder / c.relative, nbytes=c.nbytes) for p, c in self._held],
+                self._options,
+                what=f"copy of checkpoint {self._tag}",
+                sync=True,
+                gate=self._gate,
+            )
+            self._seals |= dict(zip((c.relative for _, c in self._held), seals, strict=True))
+            full = seal.take(self.folder, record, self._options, known=self._seals, gate=self._gate)
+            commit.sync_all([], commit.folders_of(self.folder))
+            records.write_late(self.folder, layout.seal(self._rank), full)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                (self.folder / layout.failure(self._rank)).touch()
+            raise
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Let go of frozen files that were to be copied."""
+        held, self._held = self._held, []
+        for path, _ in held:
+            self._files.release(path)
+
+    def seal_later(self, folder: Path) -> None:
+        """Hash what was linked, behind the training's back."""
+        record = self._record
+        if self._sealed or record is None:
+            return
+        options, gate, known = self._options, self._gate, self._seals
+        if self._saver._work.pending() >= _MOST_UNSEALED:
+            log.warning(
+                "%s stays without hashes: %d earlier ones wait for theirs. It can be loaded all the same; the load will add "
+                'them. Save less often, or set "seal": "before_commit".',
+                folder,
+                _MOST_UNSEALED,
+            )
+            return
+        try:
+            opened = seal.HeldFolder(folder)
+        except FileNotFoundError:
+            return  # removed already
+        self._saver._work.submit(
+            f"hashes of checkpoint {self._tag}",
+            lambda: seal.add(opened, record, options, gate, known),
+            options.exit_seconds,
+        )
+
+
+def _await_seals(folder: Path, ranks: list[int], work: Background, seconds: float) -> None:
+    """Until all ranks' parts are complete.  StorageError when one failed or did not come."""
+    deadline = time.monotonic() + seconds
+    missing = list(ranks)
+    while True:
+        missing = [r for r in missing if not (folder / layout.seal(r)).exists()]
+        if not missing:
+            return
+        work.gate.check()
+        failed = [r for r in missing if (folder / layout.failure(r)).exists()]
+        if failed or time.monotonic() > deadline:
+            raise StorageError(
+                f"ranks {failed} could not copy their part of the checkpoint"
+                if failed
+                else f"ranks {missing} did not complete their part within {seconds:.0f} s",
+                path=str(folder),
+                hint="look at the log of the ranks named; nothing was committed",
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _log_commit(path: Path, sizes: list[dict[str, Any]], start: float) -> None:
+    total, linked = (sum(s[key] for s in sizes) for key in ("bytes", "linked"))
+    log.info(
+        "committed %s: %.1f MiB (%.1f MiB of them linked, not copied) in %.2f s",
+        path,
+        total / (1 << 20),
+        linked / (1 << 20),
+        time.monotonic() - start,
+    )

@@ -1,0 +1,204 @@
+"""Work that goes on while training does: one thread an engine, and a gate through which its I/O passes.
+
+No collectives here, ever: what went wrong is kept and raised on the training's own thread, at the next call that all
+ranks make.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+
+from nvme_resume import _native, errors, logs
+from nvme_resume.errors import NvmeResumeError
+
+log = logs.logger
+
+_CANCEL_SECONDS = 10.0
+
+
+class Gate:
+    """Background transfers pause here while the training uses its swap files."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[_native.Transfer] = set()
+        self._busy = False
+        self._waited_for = 0
+        self._closed = False
+
+    @property
+    def urgent(self) -> bool:
+        """Is the training waiting for what runs here?"""
+        return self._waited_for > 0
+
+    def busy(self, now: bool) -> None:
+        """The training has requests of its own under way, or no longer."""
+        if self._busy is not now:
+            self._busy = now
+            with self._lock:
+                self._apply()
+
+    @contextlib.contextmanager
+    def waited_for(self) -> Iterator[None]:
+        """No pauses while the training's thread waits for the background."""
+        with self._lock:
+            self._waited_for += 1
+            self._apply()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waited_for -= 1
+                self._apply()
+
+    @contextlib.contextmanager
+    def running(self, transfer: _native.Transfer) -> Iterator[None]:
+        """Pass ``transfer`` through the gate.  _native.Cancelled when the gate is closed."""
+        with self._lock:
+            if self._closed:
+                raise _native.Cancelled
+            self._running.add(transfer)
+            self._apply()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running.discard(transfer)
+
+    def check(self) -> None:
+        """_native.Cancelled when the gate is closed (for waits that are no transfers)."""
+        if self._closed:
+            raise _native.Cancelled
+
+    def close(self) -> None:
+        """Cancel what runs; nothing new gets through."""
+        with self._lock:
+            self._closed = True
+            for transfer in self._running:
+                transfer.cancel()
+
+    def _apply(self) -> None:
+        for transfer in self._running:
+            transfer.set_paused(self._busy and not self._waited_for)
+
+
+class Task:
+    """One piece of background work."""
+
+    def __init__(self, what: str, work: Callable[[], None], exit_seconds: float) -> None:
+        self.what = what
+        self.exit_seconds = exit_seconds
+        self.error: NvmeResumeError | None = None
+        self.cancelled = False
+        self._work = work
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        """Do the work; never raises."""
+        try:
+            if not self.cancelled:
+                self._work()
+        except _native.Cancelled:
+            self.cancelled = True
+        except NvmeResumeError as error:
+            self.error = error
+        except OSError as error:
+            self.error = errors.from_os_error(error, self.what)
+        except Exception as error:
+            self.error = NvmeResumeError(f"{self.what}: {type(error).__name__}: {error}")
+            self.error.__cause__ = error
+        finally:
+            self._work = _nothing  # frees what it refers to
+            self._done.set()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """True when it has ended within the time."""
+        return self._done.wait(seconds)
+
+
+def _nothing() -> None:
+    return
+
+
+class Background:
+    """Runs tasks in order, one at a time, in a daemon thread; the end of the process waits for them, within bounds."""
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+        self._queue: SimpleQueue[Task | None] = SimpleQueue()
+        self._tasks: list[Task] = []
+        self._thread: threading.Thread | None = None
+
+    def submit(self, what: str, work: Callable[[], None], exit_seconds: float) -> Task:
+        """Queue ``work``.  ``what`` names it in messages; ``exit_seconds``: how long the process's end waits for it."""
+        task = Task(what, work, exit_seconds)
+        self._tasks.append(task)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="nvme_resume", daemon=True)
+            self._thread.start()
+            atexit.register(self.close)
+        self._queue.put(task)
+        return task
+
+    def _loop(self) -> None:
+        while (task := self._queue.get()) is not None:
+            task.run()
+            del task
+
+    def raise_failure(self) -> None:
+        """Raise what a finished task left, once.  Others that failed as well are logged."""
+        finished = [t for t in self._tasks if t.wait(0)]
+        self._tasks = [t for t in self._tasks if t not in finished]
+        failed = [t.error for t in finished if t.error is not None]
+        for error in failed[1:]:
+            log.error("%s", error)
+        if failed:
+            raise failed[0]
+
+    def pending(self) -> int:
+        """Tasks that have not ended."""
+        return sum(not t.wait(0) for t in self._tasks)
+
+    def finish(self) -> None:
+        """Wait for everything that is queued; raise what went wrong."""
+        with self.gate.waited_for():
+            for task in self._tasks:
+                task.wait()
+        self.raise_failure()
+
+    def finish_one(self, task: Task) -> None:
+        """Wait for one task; raise what went wrong with it."""
+        with self.gate.waited_for():
+            task.wait()
+        if task.error is not None:
+            raise task.error
+
+    def close(self) -> None:
+        """Wait for what is queued, each task as long as it may take, then cancel the rest and say what failed."""
+        atexit.unregister(self.close)
+        start = time.monotonic()
+        with self.gate.waited_for():
+            for task in self._tasks:
+                task.wait(max(0.0, start + task.exit_seconds - time.monotonic()))
+        for task in self._tasks:
+            if not task.wait(0):
+                log.warning(
+                    "%s was not finished within %.0f s at the end of the process",
+                    task.what,
+                    task.exit_seconds,
+                )
+                task.cancelled = True
+        self.gate.close()
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(_CANCEL_SECONDS)
+            self._thread = None
+        try:
+            self.raise_failure()
+        except NvmeResumeError as error:
+            log.error("%s", error)

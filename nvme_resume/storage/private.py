@@ -1,0 +1,71 @@
+"""Private folders: names for swap files that nobody else opens, owned by one process and gone with it.
+
+A folder belongs to whoever holds the lock file beside it; the kernel drops the lock when that process ends, however it
+ends.  filelock, because it knows what locks are on each system.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from nvme_resume import layout, logs
+from nvme_resume.storage import disk as seam
+
+log = logs.logger
+
+
+class PrivateFolder:
+    """One process's folder below ``<nvme_path>/zero_stage_3/nvme_resume``."""
+
+    def __init__(self, root: Path) -> None:
+        disk = seam.current()
+        disk.make_folder(root)
+        self.path = root / f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._lock = _lock(self.path)
+        self._lock.acquire(blocking=False)  # before the folder: one without a lock looks dead
+        disk.make_folder(self.path)
+        probe = self.path / "mode"
+        disk.write(probe, b"", sync=False)
+        self.file_mode = probe.stat().st_mode & 0o777
+        disk.remove_tree(probe)
+        self._count = 0
+
+    def name(self, public: Path) -> Path:
+        """A new private name for a swap file."""
+        self._count += 1
+        return self.path / f"{self._count}-{public.name}"
+
+    def close(self) -> None:
+        """Remove the folder and what is left in it."""
+        seam.current().remove_tree(self.path)
+        self._lock.release()
+        Path(self._lock.lock_file).unlink(missing_ok=True)
+
+
+def clean(root: Path) -> None:
+    """Remove the folders of processes that are gone."""
+    if not root.is_dir():
+        return
+    for path in root.iterdir():
+        if path.name.endswith(layout.OWNER_LOCK) or not path.is_dir():
+            continue
+        lock = _lock(path)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            continue
+        try:
+            seam.current().remove_tree(path)
+            log.info("removed %s, left behind by a process that is gone", path)
+        finally:
+            lock.release()
+            Path(lock.lock_file).unlink(missing_ok=True)
+
+
+def _lock(folder: Path) -> FileLock:
+    return FileLock(f"{folder}{layout.OWNER_LOCK}")
