@@ -45,6 +45,7 @@ DEFAULTS: dict[str, Any] = {
     "reload": None,
     "train_before_load": False,
     "save_after_backward": None,
+    "end": "wait",  # for the hashes; "abrupt": as if killed; "exit": by way of the interpreter
 }
 
 

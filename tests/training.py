@@ -279,6 +279,8 @@ def main(path: str) -> None:
             result["reloaded_losses"] = train(case, engine, rank, state["micro"], case["until"])
         result["refused"] = refused
         result["final"] = digests(engine) if not case["skip_final_digest"] else None
+        if case["mode"] == "ours" and case["end"] == "wait":
+            engine.wait_for_checkpoint()
     except BaseException as error:
         result["error"] = {"type": type(error).__name__, "text": str(error), "trace": traceback.format_exc()}
     out.write_text(json.dumps(result))
@@ -288,7 +290,8 @@ def main(path: str) -> None:
         os._exit(3)
     # Not through interpreter teardown: rank 0 may still be reading from the store when a peer leaves.
     torch.distributed.barrier()
-    os._exit(0)
+    if case["end"] != "exit":
+        os._exit(0)
 
 
 if __name__ == "__main__":

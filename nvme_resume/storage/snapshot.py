@@ -50,7 +50,7 @@ class SwapFiles:
         self._read: dict[str, _Frozen] = {}  # public name -> where its content is
         self._held: dict[Path, _Frozen] = {}  # private name -> being copied in the background
         self._spare: dict[tuple[PrivateFolder, int], list[Path]] = {}  # allocated files nobody needs any more
-        self._room: dict[str, Future[None]] = {}  # fresh files being allocated
+        self._room: dict[str, tuple[Future[None], int]] = {}  # fresh files being allocated, their sizes
         self._allocator: ThreadPoolExecutor | None = None
 
     def folder(self, swap_folder: Path) -> PrivateFolder:
@@ -84,9 +84,7 @@ class SwapFiles:
         Raises NoSpaceError where the fresh file could not be allocated: DeepSpeed's own write would fail in silence.
         """
         key = _key(public)
-        room = self._room.pop(key, None)
-        if room is not None:
-            self._allocated(room, public)
+        self._take_room(key)
         frozen = self._read.get(key)
         if frozen is None:
             return
@@ -184,7 +182,7 @@ class SwapFiles:
             if frozen.shared:
                 self._order_room(Path(key), frozen.nbytes)
             else:
-                self._drop_room(key)
+                self._take_room(key)
                 seam.current().rename(frozen.path, Path(key))
                 del self._read[key]
 
@@ -197,7 +195,7 @@ class SwapFiles:
     def thaw(self, public: Path) -> None:
         """Put a copy of the present content under the public name."""
         key = _key(public)
-        self._drop_room(key)
+        self._take_room(key)
         frozen = self._read.get(key)
         if frozen is None:
             return
@@ -226,23 +224,27 @@ class SwapFiles:
             seam.current().rename(spare, public)
             return
         disk = seam.current()
-        self._room[_key(public)] = self._submit(lambda: disk.allocate(public, nbytes))
+        self._room[_key(public)] = self._submit(lambda: disk.allocate(public, nbytes)), nbytes
 
     def _take_spare(self, public: Path, nbytes: int) -> Path | None:
         with self._lock:
             spares = self._spare.get((self.folder(public.parent), nbytes))
             return spares.pop() if spares else None
 
-    def _drop_room(self, key: str) -> None:
+    def _take_room(self, key: str) -> None:
+        """Wait until the file under a public name is allocated, if one was ordered."""
         room = self._room.pop(key, None)
-        if room is not None:
-            self._allocated(room, key)
-
-    def _allocated(self, room: Future[None], public: str) -> None:
+        if room is None:
+            return
+        future, nbytes = room
         try:
-            room.result()
+            try:
+                future.result()
+            except OSError:
+                # There may be space by now; without, the training's own write would fail in silence.
+                seam.current().allocate(Path(key), nbytes)
         except OSError as error:
-            raise errors.from_os_error(error, f"no room for the next state of {public}") from error
+            raise errors.from_os_error(error, "no room for the next state of this swap file") from error
 
     def _submit(self, work: Callable[[], None]) -> Future[None]:
         if self._allocator is None:

@@ -13,6 +13,7 @@ from nvme_resume.manifest import (
     MASTER,
     AdamCounter,
     Extras,
+    FileRecord,
     FileSeal,
     ParamRecord,
     RankRecord,
@@ -42,6 +43,9 @@ def sound() -> Trio:
         tensors=(tensor(MASTER, "m.swp"), tensor("exp_avg", "e.swp"), tensor("exp_avg_sq", "o.pt", "pt")),
         scalars={"step": 3},
     )
+    names = ("m.swp", "e.swp", "o.pt", "p.pt")
+    files = {name: FileSeal(size=64, digest="0" * 32, chunks="") for name in names}
+    listed = {name: FileRecord(size=64, digest="0" * 32 if name == "o.pt" else None) for name in names}
     record = RankRecord(
         checkpoint_id="c",
         tag="t",
@@ -52,10 +56,8 @@ def sound() -> Trio:
         optim_file="o.pt",
         model_file="p.pt",
         sub_groups=(group,),
+        files=listed,
     )
-    files = {
-        name: FileSeal(size=64, digest="0" * 32, chunks="") for name in ("m.swp", "e.swp", "o.pt", "p.pt")
-    }
     seal = Seal(checkpoint_id="c", rank=0, record_digest="0" * 32, files=files)
     counter = AdamCounter(role="optimizer", beta1=0.9, beta2=0.95, anchor=0, step=3)
     return record, seal, Extras(checkpoint_id="c", rank=0, micro_steps=3, adam=(counter,))
@@ -81,6 +83,22 @@ def unsealed(name: str) -> Callable[[Trio], Trio]:
     )
 
 
+def sealed_with(name: str, **changes: Any) -> Callable[[Trio], Trio]:
+    def change(trio: Trio) -> Trio:
+        files = {**trio[1].files, name: trio[1].files[name].model_copy(update=changes)}
+        return trio[0], trio[1].model_copy(update={"files": files}), trio[2]
+
+    return change
+
+
+def unlisted(name: str) -> Callable[[Trio], Trio]:
+    return lambda t: (
+        t[0].model_copy(update={"files": {k: v for k, v in t[0].files.items() if k != name}}),
+        t[1].model_copy(update={"files": {k: v for k, v in t[1].files.items() if k != name}}),
+        t[2],
+    )
+
+
 def adam_step(step: int) -> Callable[[Trio], Trio]:
     return lambda t: (
         t[0],
@@ -94,6 +112,10 @@ MASTER_TENSOR, FIRST, SECOND = sound()[0].sub_groups[0].tensors
 BROKEN: dict[str, Callable[[Trio], Trio]] = {
     "a swap file without a hash": unsealed("e.swp"),
     "the optimizer file without a hash": unsealed("o.pt"),
+    "a swap file that is not listed": unlisted("m.swp"),
+    "the model file not listed": unlisted("p.pt"),
+    "another size in the seal": sealed_with("m.swp", size=65),
+    "another digest in the seal": sealed_with("o.pt", digest="1" * 32),
     "two tensors in one swap file": group_with(tensors=(MASTER_TENSOR, tensor("exp_avg", "m.swp"), SECOND)),
     "no master": group_with(tensors=(FIRST, SECOND)),
     "a key twice": group_with(
@@ -124,6 +146,8 @@ BROKEN: dict[str, Callable[[Trio], Trio]] = {
 
 def test_sound_records_pass() -> None:
     integrity.check(*sound(), "r")
+    record, _, extras = sound()
+    integrity.check(record, None, extras, "r")
 
 
 @pytest.mark.parametrize("name", BROKEN)

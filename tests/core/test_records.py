@@ -21,6 +21,7 @@ HEAD = manifest.Manifest(
     tag="global_step5",
     global_steps=5,
     world_size=1,
+    sealed=False,
     created="2026-01-01T00:00:00+00:00",
     versions={"nvme_resume": "0"},
     settings={"zero_stage": 3},

@@ -19,6 +19,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_and_training_goes_on(tmp
         "limited",
         2,
         until=5,
+        nvme_checkpoint={"method": "direct"},
         saves=[{"at": 2, "dir": checkpoint}, {"at": 4, "dir": checkpoint, "limit_rank": 1}],
         **CASE,
     )

@@ -156,7 +156,7 @@ def test_these_are_refused_by_name(tmp_path: Path, saved: Path, change: str) -> 
     assert [e["type"] for e in run.errors] == [kind], run.log
     assert text in run.errors[0]["text"]
     assert files_of(saved / "ck") == before
-    assert not list(tmp_path.rglob(".nvme_resume-incoming-*"))
+    assert not list(tmp_path.glob("nvme-*/zero_stage_3/nvme_resume/*/*.swp"))
 
 
 def test_too_few_buffers_are_refused_before_training(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.core.test_records import HEAD
 class FailingDisk(seam.Disk):
     """Fails at the n-th call with an errno."""
 
-    CALLS = ("write", "sync_folder", "rename", "exchange", "remove_tree")
+    CALLS = ("write", "sync_file", "sync_folder", "rename", "exchange", "remove_tree")
 
     def __init__(self, fail_at: int, code: int) -> None:
         self.calls = 0
@@ -30,11 +30,11 @@ class FailingDisk(seam.Disk):
         if name not in FailingDisk.CALLS:
             return found
 
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             self.calls += 1
             if self.calls == self.fail_at:
                 raise OSError(self.code, "injected", str(args[0]))
-            return found(*args)
+            return found(*args, **kwargs)
 
         return call
 
