@@ -202,7 +202,7 @@ class Saver:
         def give_up() -> None:
             if self._commit is not None:
                 self._commit.cancelled = True
-                (part.folder / layout.failure(self._peers.rank)).touch()
+                _leave_mark(part.folder, self._peers.rank)
                 self._commit.wait()
                 commit.discard(save_dir, staging, head.checkpoint_id)
                 with contextlib.suppress(NvmeResumeError):
@@ -387,8 +387,7 @@ class _Part:
             commit.sync_all([], commit.folders_of(self.folder))
             records.write_late(self.folder, layout.seal(self._rank), full)
         except BaseException:
-            with contextlib.suppress(OSError):
-                (self.folder / layout.failure(self._rank)).touch()
+            _leave_mark(self.folder, self._rank)
             raise
         finally:
             self.abandon()
@@ -422,6 +421,12 @@ class _Part:
             lambda: seal.add(opened, record, options, gate, known),
             options.exit_seconds,
         )
+
+
+def _leave_mark(folder: Path, rank: int) -> None:
+    """Tell the publisher not to wait for this rank.  Best effort: its disk may be the reason."""
+    with contextlib.suppress(OSError):
+        (folder / layout.failure(rank)).touch()
 
 
 def _await_seals(folder: Path, ranks: list[int], work: Background, seconds: float) -> None:

@@ -39,12 +39,13 @@ DEFAULTS: dict[str, Any] = {
     "saves": [],
     "until": 0,
     "corrupt_rng_after_load": False,
-    "skip_final_digest": False,
+    "skip_digests": False,
     "buffers": 0,
     "failing_loads": [],
     "reload": None,
     "train_before_load": False,
     "save_after_backward": None,
+    "list_bare_handles": False,
     "end": "wait",  # for the hashes; "abrupt": as if killed; "exit": by way of the interpreter
 }
 
@@ -113,7 +114,7 @@ def run(
     **case: Any,
 ) -> Run:
     """One run of the training program in ``ranks`` fresh processes."""
-    unknown = case.keys() - DEFAULTS.keys()
+    unknown = case.keys() - DEFAULTS.keys() - {"nvme_path"}
     assert not unknown, unknown
     full = {**DEFAULTS, "nvme_path": str(tmp / f"nvme-{name}"), "out": str(tmp / f"out-{name}"), **case}
     path = tmp / f"case-{name}.json"

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import sys
 import time
 import traceback
@@ -186,7 +187,7 @@ def save_checkpoint(
     from nvme_resume import NvmeResumeError
 
     tag = f"t{rank}" if save.get("tag_per_rank") else save.get("tag")
-    mishap = {"limit_rank", "absent_rank", "tag_per_rank"} & save.keys()
+    mishap = {"limit_rank", "absent_rank", "tag_per_rank", "fault"} & save.keys()
     no_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     if save.get("limit_rank") == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, no_limit[1]))
@@ -194,11 +195,17 @@ def save_checkpoint(
         from nvme_resume import _native
 
         _native._testing_kill_at(save["kill_at"])
+    if save.get("fault") and save["fault"][0] == rank:
+        from nvme_resume import _native
+
+        _native._testing_faults([tuple(save["fault"][1:])])
     if save.get("absent_rank") == rank:
         time.sleep(30)
         os._exit(0)
     try:
         engine.save_checkpoint(save["dir"], tag=tag, client_state={"micro": position, "where": Path("x")})
+        if save.get("wait"):
+            engine.wait_for_checkpoint()
     except NvmeResumeError as error:
         if not mishap:
             raise
@@ -209,6 +216,8 @@ def save_checkpoint(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, no_limit)
     result.setdefault("saved", []).append(digests(engine))
+    if save.get("remove") and rank == 0:
+        shutil.rmtree(save["dir"])
 
 
 refused: list[tuple[str, str]] = []
@@ -249,6 +258,10 @@ def main(path: str) -> None:
     try:
         engine = make_engine(case)
         start = 0
+        if case["list_bare_handles"]:
+            from nvme_resume.zero3.redirect import bare_holders
+
+            result["bare_handles"] = bare_holders()
         result["failures"] = [failing_load(engine, load) for load in case["failing_loads"]]
         if case["train_before_load"]:
             train(case, engine, rank, 50, 51)
@@ -260,7 +273,7 @@ def main(path: str) -> None:
             )
             result["load_path"] = found
             start = (state or {}).get("micro", 0)
-            result["loaded"] = digests(engine)
+            result["loaded"] = None if case["skip_digests"] else digests(engine)
             result["global_steps"] = engine.global_steps
             if case["corrupt_rng_after_load"]:
                 seed_all(1)
@@ -278,7 +291,7 @@ def main(path: str) -> None:
             found, state = engine.load_checkpoint(case["reload"])
             result["reloaded_losses"] = train(case, engine, rank, state["micro"], case["until"])
         result["refused"] = refused
-        result["final"] = digests(engine) if not case["skip_final_digest"] else None
+        result["final"] = digests(engine) if not case["skip_digests"] else None
         if case["mode"] == "ours" and case["end"] == "wait":
             engine.wait_for_checkpoint()
     except BaseException as error:

@@ -51,7 +51,9 @@ def has_manifest(folder: Path) -> bool:
     """
     if os.path.lexists(folder / layout.manifest()):
         return True
-    orphans = sorted((folder / layout.RECORDS).glob("rank*.seal.json"))
+    orphans = sorted(
+        p for p in (folder / layout.RECORDS).glob("rank*.json") if not p.name.endswith(".extras.json")
+    )
     if orphans:
         raise CorruptError(
             "the manifest is missing",

@@ -97,7 +97,7 @@ def _holders(engine: Any) -> Iterator[Any]:
 
 
 def _is_handle(value: object) -> bool:
-    return not isinstance(value, (type, Redirected)) and hasattr(value, "async_pwrite")
+    return hasattr(type(value), "async_pwrite")
 
 
 def bare_holders() -> list[str]:
@@ -106,7 +106,10 @@ def bare_holders() -> list[str]:
     for item in gc.get_objects():
         if isinstance(item, Redirected):
             continue
-        members = getattr(item, "__dict__", None)
+        try:
+            members = object.__getattribute__(item, "__dict__")  # runs no code of the object's own
+        except AttributeError:
+            continue
         if isinstance(members, dict) and any(_is_handle(v) for v in members.values()):
             found.append(type(item).__name__)
     return found

@@ -156,7 +156,15 @@ def test_every_damage_is_refused_by_name_and_a_sound_copy_still_loads(tmp_path: 
     texts.append("not a ZeRO-3 checkpoint")
     loads.append({"dir": str(sound), "tag": "nothing", "fails": True})
     texts.append("no such checkpoint")
-    run = harness.run(tmp_path, "resumed", seed=9, until=6, load=str(sound), failing_loads=loads)
+    run = harness.run(
+        tmp_path,
+        "resumed",
+        seed=9,
+        until=6,
+        load=str(sound),
+        failing_loads=loads,
+        nvme_checkpoint={"verify": "full"},
+    )
     whole = harness.run(tmp_path, "whole", mode="stock", until=6)
     failures = run.ranks[0]["failures"]
     for load, text, failure in zip(loads, texts, failures, strict=True):

@@ -1,0 +1,1 @@
+"""Measurements of nvme_resume beside what it replaces.  Programs, not tests: ``make bench``."""
