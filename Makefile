@@ -4,7 +4,7 @@ export NVME_RESUME_VENV ?= $(CURDIR)/.venv
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.ops
 RUN = scripts/run
 
-.PHONY: help setup check test test-matrix lint sanitize clean
+.PHONY: help setup check test test-matrix lint sanitize bench clean
 
 help:
 	@echo "make check        install, then compare an uninterrupted run with a resumed one (and plain DeepSpeed)"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-matrix  all pairs of settings (about 15 minutes on two cores)"
 	@echo "make lint         lint, formats, types, import contract"
 	@echo "make sanitize     the native copier under ASan, UBSan and TSan"
+	@echo "make bench        saves, loads and copies beside plain DeepSpeed, fio, cp, rsync (under 10 minutes)"
 	@echo "make clean        remove .venv, built ops and build leftovers"
 
 setup:
@@ -32,6 +33,9 @@ lint: setup
 
 sanitize: setup
 	@$(RUN) csrc/sanitize.sh
+
+bench: setup
+	@$(RUN) python -m benchmarks.run
 
 clean:
 	rm -rf .venv .ops build *.egg-info nvme_resume/*.so check-*

@@ -1,7 +1,7 @@
 """Training beside a background copy: steps with and without one, in turns.
 
-``python -m benchmarks.drain GIGABYTES ROUNDS LIMIT_MIB FOLDER`` (limit 0: none); JSON on the last line.  The copy goes to the
-same disk (``"method": "direct"``), the harder case: reads, writes and the training share it.
+``python -m benchmarks.drain GIGABYTES ROUNDS LIMIT_MIB FOLDER`` (limit 0: none); JSON on the last line.  The copy goes
+to the same disk (``"method": "direct"``), the harder case: reads, writes and the training share it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ def markdown(results: dict[str, Any]) -> str:
     """All tables."""
     machine = results["machine"]
     parts = [
-        f"Linux {machine['kernel']}, {machine['cores']} cores, Python {machine['python']}. Medians of interleaved rounds.",
+        f"Linux {machine['kernel']}, {machine['cores']} cores, Python {machine['python']}. "
+        "Medians of interleaved rounds.",
         _saves(results["save_and_load"]),
         _drains(results["drain"]),
         _copier(results["copier"], results["copier_mib"]),

@@ -1,6 +1,7 @@
 """All measurements, in under ten minutes on two cores: ``make bench`` (``python -m benchmarks.run --help``).
 
-Writes ``results.json`` (every single figure), ``results.md`` (medians and ratios) and ``results.png`` into the output folder.
+Writes ``results.json`` (every single figure), ``results.md`` (medians and ratios) and ``results.png`` into the output
+folder.
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ def worker(module: str, *arguments: object) -> Any:
         [sys.executable, "-m", f"benchmarks.{module}", *(str(a) for a in arguments)],
         cwd=ROOT,
         env={**os.environ, **place},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         check=False,
     )

@@ -1,6 +1,7 @@
 """Save stall, first step after a save, bytes written, load call, peak memory of a load: ours beside stock.
 
-``python -m benchmarks.save_and_load GIGABYTES ROUNDS FOLDER``: one engine, stock and ours take turns; JSON on the last line.
+``python -m benchmarks.save_and_load GIGABYTES ROUNDS FOLDER``: one engine, stock and ours take turns; JSON on the last
+line.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from benchmarks import engine as bench
 from benchmarks import system
 
 
-def timed(call: Any) -> float:
+def timed(call: Any, *args: Any, **kwargs: Any) -> float:
     start = time.perf_counter()
-    call()
+    call(*args, **kwargs)
     return time.perf_counter() - start
 
 
@@ -45,17 +46,15 @@ def measure(gigabytes: float, rounds: int, folder: Path) -> dict[str, Any]:
 
         stock = folder / f"stock{index}"
         before = system.written_by_process()
-        found["stock_save"].append(
-            timed(lambda: DeepSpeedEngine.save_checkpoint(engine, str(stock), tag="t"))
-        )
-        found["stock_fsync"].append(timed(lambda: system.fsync_tree(stock)))
+        found["stock_save"].append(timed(DeepSpeedEngine.save_checkpoint, engine, str(stock), tag="t"))
+        found["stock_fsync"].append(timed(system.fsync_tree, stock))
         found["stock_written"].append(system.written_by_process() - before)
         found["step_after_stock"].append(bench.step(engine))
         found["step"].append(bench.step(engine))
 
         ours = folder / f"ours{index}"
         before, device = system.written_by_process(), system.written_to_device(folder)
-        found["our_save"].append(timed(lambda: engine.save_checkpoint(str(ours), tag="t")))
+        found["our_save"].append(timed(engine.save_checkpoint, str(ours), tag="t"))
         found["our_written"].append(system.written_by_process() - before)
         if device is not None:
             found["our_device"].append(system.written_to_device(folder) - device)
@@ -64,13 +63,11 @@ def measure(gigabytes: float, rounds: int, folder: Path) -> dict[str, Any]:
         found["step"].append(bench.step(engine))
 
         found["cold"] = system.drop_caches()
-        found["stock_load"].append(
-            timed(lambda: DeepSpeedEngine.load_checkpoint(engine, str(stock), tag="t"))
-        )
+        found["stock_load"].append(timed(DeepSpeedEngine.load_checkpoint, engine, str(stock), tag="t"))
         bench.step(engine)
         system.drop_caches()
         resident, read = system.reset_peak(), read_by_process()
-        found["our_load"].append(timed(lambda: engine.load_checkpoint(str(ours), tag="t")))
+        found["our_load"].append(timed(engine.load_checkpoint, str(ours), tag="t"))
         found["our_read"].append(read_by_process() - read)
         found["our_load_peak"].append(system.memory("VmHWM") - resident)
         bench.step(engine)

@@ -64,8 +64,8 @@ def failure(rank: int) -> str:
 def private_root(swap_folder: Path) -> Path:
     """Where the private names of a swap folder's files live.
 
-    Beside ``optimizer/`` and ``<dtype>params/`` in ``<nvme_path>/zero_stage_3``: plain DeepSpeed copies the first with all
-    that is in it into its checkpoints and empties the second when it starts (0.19.8).
+    Beside ``optimizer/`` and ``<dtype>params/`` in ``<nvme_path>/zero_stage_3``: plain DeepSpeed copies the first with
+    all that is in it into its checkpoints and empties the second when it starts (0.19.8).
     """
     return swap_folder.parent.parent / PRIVATE
 

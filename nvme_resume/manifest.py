@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import to_json
 
 from nvme_resume.errors import CorruptError, IncompatibleError
 
@@ -225,7 +226,7 @@ def encode(record: Record) -> bytes:
     body = record.model_dump(mode="json")
     digest = xxhash.xxh3_128_hexdigest(_canonical(body))
     envelope = {"kind": record.KIND, "format": FORMAT, "digest": digest, "body": body}
-    return (json.dumps(envelope, indent=1) + "\n").encode()
+    return to_json(envelope, indent=1) + b"\n"
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -406,8 +406,8 @@ class _Part:
         options, gate, known = self._options, self._gate, self._seals
         if self._saver._work.pending() >= _MOST_UNSEALED:
             log.warning(
-                "%s stays without hashes: %d earlier ones wait for theirs. It can be loaded all the same; the load will add "
-                'them. Save less often, or set "seal": "before_commit".',
+                "%s stays without hashes: %d earlier ones wait for theirs. It loads all the same, and the load will "
+                'add them. Save less often, or set "seal": "before_commit".',
                 folder,
                 _MOST_UNSEALED,
             )

@@ -152,13 +152,16 @@ class Background:
 
     def raise_failure(self) -> None:
         """Raise what a finished task left, once.  Others that failed as well are logged."""
-        finished = [t for t in self._tasks if t.wait(0)]
-        self._tasks = [t for t in self._tasks if t not in finished]
-        failed = [t.error for t in finished if t.error is not None]
+        failed = self._take_failures()
         for error in failed[1:]:
             log.error("%s", error)
         if failed:
             raise failed[0]
+
+    def _take_failures(self) -> list[NvmeResumeError]:
+        finished = [t for t in self._tasks if t.wait(0)]
+        self._tasks = [t for t in self._tasks if t not in finished]
+        return [t.error for t in finished if t.error is not None]
 
     def pending(self) -> int:
         """Tasks that have not ended."""
@@ -198,7 +201,5 @@ class Background:
             self._queue.put(None)
             self._thread.join(_CANCEL_SECONDS)
             self._thread = None
-        try:
-            self.raise_failure()
-        except NvmeResumeError as error:
+        for error in self._take_failures():
             log.error("%s", error)

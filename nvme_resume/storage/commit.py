@@ -22,7 +22,7 @@ from nvme_resume.manifest import Manifest, encode
 from nvme_resume.storage import catalog, records
 from nvme_resume.storage import disk as seam
 
-_SYNC_THREADS = 16
+_SYNC_THREADS = 4
 
 
 def sync_all(files: Iterable[Path], folders: Iterable[Path]) -> None:

@@ -103,7 +103,7 @@ class Disk:
                 done += count
 
     def allocate(self, path: Path, size: int) -> None:
-        """Give a file (created if need be) its blocks now, so that writing it later neither fails nor waits for them."""
+        """Give a file (created if need be) its blocks now: writing it later neither fails nor waits for them."""
         with path.open("ab") as file:
             if _libc().fallocate(file.fileno(), 0, ctypes.c_long(0), ctypes.c_long(size)) == 0:
                 return

@@ -1,10 +1,11 @@
 """Swap files that hold a saved state: frozen under private names until the training writes them anew.
 
 DeepSpeed opens a swap file by its public name for every request and rewrites whole tensors.  So the inode that holds a
-tensor can become the checkpoint, if the next write goes to another one.  ``freeze`` moves the public name aside to a
-private one, ``begin_read`` sends reads there, ``begin_write`` ends that: the write goes to a fresh file under the public
-name.  A frozen inode never has a public name, so neither this engine nor a later plain DeepSpeed on the same nvme_path
-can write into a checkpoint.  ``adopt`` is the same from the other side: a checkpoint's file read in place of a public one.
+tensor can become the checkpoint, if the next write goes to another one.  ``link_into`` gives it a name in the
+checkpoint and moves the public name aside to a private one, ``begin_read`` sends reads there, ``begin_write`` ends
+that: the write goes to a fresh file under the public name.  A frozen inode never has a public name, so neither this
+engine nor a later plain DeepSpeed on the same nvme_path can write into a checkpoint.  ``adopt`` is the same from the
+other side: a checkpoint's file read in place of a public one.
 
 All methods are for the training's thread, but for ``release``.
 """
@@ -79,7 +80,7 @@ class SwapFiles:
         return str(frozen.path)
 
     def begin_write(self, public: str, offset: int, nbytes: int) -> None:
-        """Before a write to ``public``: it must find a file of its own there, allocated, with what the write leaves out.
+        """Before a write to ``public``: it must find a file of its own there, with what the write leaves out.
 
         Raises NoSpaceError where the fresh file could not be allocated: DeepSpeed's own write would fail in silence.
         """
@@ -99,7 +100,8 @@ class SwapFiles:
     def link_into(self, public: Path, nbytes: int, target: Path, *, rewritten: bool) -> seam.Identity:
         """Make ``target`` another name of the inode that holds ``public``, and freeze that inode.
 
-        ``rewritten``: the training will write it anew and needs room for that.  Costs no bytes.  OSError in ``ladder.STEP_DOWN`` where that cannot be; then nothing has changed.
+        ``rewritten``: the training will write it anew and needs room for that.  Costs no bytes.
+        OSError in ``ladder.STEP_DOWN`` where that cannot be; then nothing has changed.
         """
         disk = seam.current()
         frozen = self._read.get(_key(public))

@@ -82,7 +82,9 @@ def run(
         low_priority=gate is not None and not gate.urgent,
     )
     try:
-        if gate is None:
+        if gate is None and buffered:
+            results = transfer.run()  # small files, in memory: not worth a thread
+        elif gate is None:
             results = _interruptible(transfer, what, show=show)
         else:
             with gate.running(transfer):

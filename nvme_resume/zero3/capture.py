@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from safetensors.torch import save_file
 
-from nvme_resume import layout
+from nvme_resume import layout, plan
 from nvme_resume.manifest import (
     MASTER,
     Extras,
@@ -58,7 +59,7 @@ def capture(
     indices = layout_of.state_indices(engine)
     groups = []
     for group in layout_of.sub_groups(engine):
-        paddings = optimizer.groups_padding[group.index]
+        paddings = tuple(int(p) for p in optimizer.groups_padding[group.index])
         tensors, scalars = _tensors(engine, group.index, group.numel, rank, optim_file, copies)
         groups.append(
             SubGroupRecord(
@@ -66,17 +67,7 @@ def capture(
                 param_group=group.param_group,
                 state_index=indices[group.index],
                 numel=group.numel,
-                params=tuple(
-                    ParamRecord(
-                        name=p.name,
-                        shape=p.shape,
-                        numel=p.numel,
-                        partition_numel=p.partition_numel,
-                        offset=p.offset,
-                        padding=int(padding),
-                    )
-                    for p, padding in zip(group.params, paddings, strict=True)
-                ),
+                params=_param_records(group.params, paddings),
                 tensors=tuple(tensors),
                 scalars=scalars,
             )
@@ -94,6 +85,22 @@ def capture(
         frozen=tuple(_frozen(engine, rank, copies)) if frozen else (),
     )
     return Captured(record=record, copies=tuple(copies))
+
+
+@lru_cache(maxsize=4096)
+def _param_records(params: tuple[plan.Param, ...], paddings: tuple[int, ...]) -> tuple[ParamRecord, ...]:
+    """Records of a sub-group's parameters.  Kept: they are the same at every save, and training waits for them."""
+    return tuple(
+        ParamRecord(
+            name=p.name,
+            shape=p.shape,
+            numel=p.numel,
+            partition_numel=p.partition_numel,
+            offset=p.offset,
+            padding=padding,
+        )
+        for p, padding in zip(params, paddings, strict=True)
+    )
 
 
 def _tensors(

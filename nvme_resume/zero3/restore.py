@@ -1,7 +1,8 @@
 """Bring a live ZeRO-3 engine to the state of a checkpoint: first check and stage, then apply.
 
-``prepare`` may fail and leaves engine, swap folder and checkpoint as they were.  ``adopt`` reads the masters and may find
-that one is damaged; ``go_back`` then brings the engine back.  ``apply`` follows only when both went well on every rank.
+``prepare`` may fail and leaves engine, swap folder and checkpoint as they were.  ``adopt`` reads the masters and may
+find that one is damaged; ``go_back`` then brings the engine back.  ``apply`` follows only when both went well on every
+rank.
 Memory above the engine's own: the copier's buffers, and one tensor at a time for state that the engine keeps in memory.
 """
 

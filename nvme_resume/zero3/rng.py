@@ -31,7 +31,7 @@ def capture() -> tuple[list[Any], dict[str, Any], dict[str, torch.Tensor]]:
         [version, list(words), gauss],
         {
             "bit_generator": numpy_state["bit_generator"],
-            "key": [int(word) for word in numpy_state["state"]["key"]],
+            "key": numpy_state["state"]["key"].tolist(),
             "pos": int(numpy_state["state"]["pos"]),
             "has_gauss": int(numpy_state["has_gauss"]),
             "gauss": float(numpy_state["gauss"]),

@@ -20,13 +20,18 @@ _ACTIVE = "_nvme_resume_saved_rank"
 
 
 class StockOverrides:
-    """Mixed in front of the engine's class; both methods are DeepSpeed's own unless a load of ours runs."""
+    """Mixed in front of the engine's class; unless a load of ours runs, the methods do what DeepSpeed's do."""
 
     def load_module_state_dict(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """``engine.py::load_module_state_dict`` without frozen parameter fragments."""
         if getattr(self, _ACTIVE, None) is not None:
             checkpoint = {k: v for k, v in checkpoint.items() if k != FROZEN_PARAM_FRAGMENTS}
         return super().load_module_state_dict(checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        """``engine.py::_copy_recovery_script``, once for each save folder: training waits for it."""
+        if not (Path(save_path) / "zero_to_fp32.py").exists():
+            super()._copy_recovery_script(save_path)  # type: ignore[misc]
 
     def _get_ckpt_name(
         self, checkpoints_path: Any, tag: Any, mp_placeholder: Any = None, pp_placeholder: Any = None

@@ -114,6 +114,7 @@ def test_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
         "killed",
         check=False,
         until=4,
+        nvme_checkpoint={"method": "direct"},
         saves=[{"at": 2, "dir": str(checkpoint)}, {"at": 4, "dir": str(checkpoint), "kill_at": 25}],
     )
     assert any(p.name.startswith(".tmp-") for p in checkpoint.iterdir())
