@@ -69,7 +69,7 @@ def main(
     }
     with tempfile.TemporaryDirectory(dir=scratch or ROOT.parent, prefix="bench-") as folder:
         results["copier_mib"] = 128 if quick else 1024
-        results["copier"] = worker("copier", results["copier_mib"], 1 if quick else 5, Path(folder) / "copy")
+        results["copier"] = worker("copier", results["copier_mib"], 1 if quick else 3, Path(folder) / "copy")
         for gigabytes, rounds in sizes:
             place = Path(folder) / str(gigabytes)
             place.mkdir()

@@ -19,7 +19,7 @@ from nvme_resume.peers import Peers
 from nvme_resume.save import Saver
 from nvme_resume.storage import catalog, commit, records
 from nvme_resume.storage import disk as seam
-from nvme_resume.storage.background import Background
+from nvme_resume.storage.background import Background, Task
 from nvme_resume.storage.snapshot import SwapFiles
 from nvme_resume.zero3 import adam, capture, quiesce, redirect, stock_loader, supported
 from nvme_resume.zero3.restore import Restore, Wanted, restore_rng_of
@@ -50,7 +50,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
     _nvme_files: SwapFiles
     _nvme_work: Background
     _nvme_saver: Saver
-    _nvme_checks: bool  # adopted files are still being verified
+    _nvme_checks: list[Task] | None  # adopted files on some rank are still being verified: those of this rank
 
     @classmethod
     def wrap(cls, engine: Any) -> Any:
@@ -87,7 +87,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         engine.__dict__["_nvme_files"] = files = SwapFiles(options)
         engine.__dict__["_nvme_work"] = work = Background()
         engine.__dict__["_nvme_saver"] = Saver(engine, options, peers, files, work)
-        engine.__dict__["_nvme_checks"] = False
+        engine.__dict__["_nvme_checks"] = None
         if supported.uses_nvme(engine):
             redirect.install(engine, files, work.gate)
             atexit.register(files.close)
@@ -277,23 +277,33 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
     def _verify_behind(self, restore: Restore) -> None:
         """Hash the files that were linked and not read, before the first step reads them; seal what has no seal."""
         checkpoint, options, gate = restore.checkpoint, self._nvme_options, self._nvme_work.gate
-        unverified = restore.unverified()
-        for public, check in unverified.items():
+        checks = []
+        for public, check in restore.unverified().items():
             task = self._nvme_work.submit(
                 f"check of {public.name}", partial(check, gate), options.exit_seconds
             )
-            self._nvme_files.check_first(public, partial(self._nvme_work.finish_one, task))
+            self._nvme_files.check_first(public, partial(self._nvme_work.finish_these, task))
+            checks.append(task)
         if checkpoint.ours:
             restore.seal_behind(self._nvme_work)
         # A rank that could not link has copied and checked already; the wait in step() needs all or none.
-        self._nvme_checks = any(self._nvme_peers.exchange(bool(unverified), None, "end of the load"))
+        some = any(self._nvme_peers.exchange(bool(checks), None, "end of the load"))
+        self._nvme_checks = checks if some else None
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's ``step``; the first one after a load waits until the adopted files are verified."""
-        if self._nvme_checks:
-            self._nvme_checks = False
-            self._nvme_peers.run(self._nvme_work.finish, "check of the resumed state")
+        checks, self._nvme_checks = self._nvme_checks, None
+        if checks is not None:
+            self._nvme_peers.run(lambda: self._nvme_work.finish_these(*checks), "check of the resumed state")
         return super().step(*args, **kwargs)  # type: ignore[misc]
+
+    def destroy(self) -> None:
+        """DeepSpeed's ``destroy``, after background work has ended."""
+        self._nvme_work.close()
+        try:
+            super().destroy()  # type: ignore[misc]
+        finally:
+            self._nvme_files.close()
 
     def _load_stock(
         self, load_dir: str, tag: str | int | None, name: str | None, wanted: Wanted, custom_load_fn: Any

@@ -184,6 +184,24 @@ void cancel_from_another_thread(const Setting& setting, size_t count) {
   }
 }
 
+void pause_from_another_thread(const Setting& setting, const std::vector<std::string>& contents) {
+  Options options = setting.options();
+  options.low_priority = true;
+  Transfer transfer(copies(setting, contents.size()), options);
+  transfer.set_paused(true);
+  std::atomic<bool> finished{false};
+  std::thread training([&] {
+    for (bool paused = false; !finished; paused = !paused) {
+      transfer.set_paused(paused);
+      std::this_thread::sleep_for(std::chrono::microseconds(300));
+    }
+  });
+  transfer.run();
+  finished = true;
+  training.join();
+  check_copies(setting, contents);
+}
+
 void run_side_by_side(const Setting& setting, const std::vector<std::string>& contents) {
   std::vector<std::thread> threads;
   for (int i = 0; i < 3; ++i) {
@@ -206,6 +224,7 @@ void exercise(const Setting& setting) {
   copy_into_one_file(setting, contents);
   if (setting.direct == DirectMode::kAuto) meet_faults(setting, contents);
   cancel_from_another_thread(setting, contents.size());
+  pause_from_another_thread(setting, contents);
   run_side_by_side(setting, contents);
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -133,6 +134,7 @@ class Background:
         self._queue: SimpleQueue[Task | None] = SimpleQueue()
         self._tasks: list[Task] = []
         self._thread: threading.Thread | None = None
+        self._owner = os.getpid()
 
     def submit(self, what: str, work: Callable[[], None], exit_seconds: float) -> Task:
         """Queue ``work``.  ``what`` names it in messages; ``exit_seconds``: how long the process's end waits for it."""
@@ -174,16 +176,20 @@ class Background:
                 task.wait()
         self.raise_failure()
 
-    def finish_one(self, task: Task) -> None:
-        """Wait for one task; raise what went wrong with it."""
+    def finish_these(self, *tasks: Task) -> None:
+        """Wait for some tasks; raise what went wrong with the first that failed."""
         with self.gate.waited_for():
-            task.wait()
-        if task.error is not None:
-            raise task.error
+            for task in tasks:
+                task.wait()
+        for task in tasks:
+            if task.error is not None:
+                raise task.error
 
     def close(self) -> None:
         """Wait for what is queued, each task as long as it may take, then cancel the rest and say what failed."""
         atexit.unregister(self.close)
+        if os.getpid() != self._owner:
+            return  # a forked child, which has no such thread
         start = time.monotonic()
         with self.gate.waited_for():
             for task in self._tasks:

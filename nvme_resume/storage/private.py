@@ -34,6 +34,7 @@ class PrivateFolder:
         self.file_mode = probe.stat().st_mode & 0o777
         disk.remove_tree(probe)
         self._count = 0
+        self._owner = os.getpid()
 
     def name(self, public: Path) -> Path:
         """A new private name for a swap file."""
@@ -41,7 +42,9 @@ class PrivateFolder:
         return self.path / f"{self._count}-{public.name}"
 
     def close(self) -> None:
-        """Remove the folder and what is left in it."""
+        """Remove the folder and what is left in it; not in a forked child, which owns nothing."""
+        if os.getpid() != self._owner:
+            return
         seam.current().remove_tree(self.path)
         self._lock.release()
         Path(self._lock.lock_file).unlink(missing_ok=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import uuid
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,10 +27,15 @@ def write_late(folder: Path, relative: str, record: Record) -> None:
     """Add a record to a committed checkpoint: it appears whole or not at all, and is durable on return."""
     disk = seam.current()
     path = folder / relative
-    temporary = path.with_name(f"{layout.STAGING_PREFIX}{path.name}")
-    disk.remove_tree(temporary)  # of a process that died
-    disk.write(temporary, manifest.encode(record))
-    disk.rename(temporary, path)
+    # Two runs may have loaded the same checkpoint and add the same seal.
+    temporary = path.with_name(f"{layout.STAGING_PREFIX}{path.name}.{uuid.uuid4().hex[:12]}")
+    try:
+        disk.write(temporary, manifest.encode(record))
+        disk.rename(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            disk.remove_tree(temporary)
+        raise
     disk.sync_folder(path.parent)
 
 

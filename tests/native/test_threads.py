@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,3 +117,37 @@ def test_after_a_fork_the_child_has_buffers_of_its_own(memory: Path, engine: str
         "sys.exit(0 if same and os.waitpid(child, 0)[1] == 0 else 1)\n"
     )
     assert subprocess.run([sys.executable, "-c", program, engine]).returncode == 0
+
+
+def test_a_pause_holds_requests_back_but_not_for_ever(folder: Path, engine: str) -> None:
+    data = content(CHUNK)
+    src = write(folder / "src", data)
+    for resume_after, least, most in ((0.2, 0.2, 0.45), (None, 0.9, 5.0)):
+        transfer = _native.Transfer([job(src)], engine=engine, block_bytes=CHUNK // 2, in_flight=1)  # type: ignore[arg-type]
+        transfer.set_paused(True)
+        if resume_after:
+            threading.Timer(resume_after, lambda transfer=transfer: transfer.set_paused(False)).start()  # type: ignore[misc]
+        start = time.monotonic()
+        (result,) = transfer.run()
+        # Without an end of the pause: two requests, half a second each.
+        assert least <= time.monotonic() - start < most
+        check(result, data)
+
+
+def test_a_paused_transfer_can_be_cancelled(folder: Path, engine: str) -> None:
+    src = write(folder / "src", content(20 * CHUNK))
+    transfer = _native.Transfer([job(src)], engine=engine, block_bytes=CHUNK, in_flight=1)  # type: ignore[arg-type]
+    transfer.set_paused(True)
+    threading.Timer(0.1, transfer.cancel).start()
+    start = time.monotonic()
+    with pytest.raises(_native.Cancelled):
+        transfer.run()
+    assert time.monotonic() - start < 2
+
+
+def test_low_priority_is_the_transfers_alone(folder: Path, engine: str) -> None:
+    src = write(folder / "src", data := content(3 * CHUNK + 1))
+    (result,) = run(job(src, folder / "dst"), engine=engine, low_priority=True)
+    check(result, data)
+    assert (folder / "dst").read_bytes() == data
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == 0
