@@ -12,12 +12,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from nvme_resume import layout, manifest
+from nvme_resume import layout, logs, manifest
 from nvme_resume.config import Options
 from nvme_resume.errors import CorruptError, NvmeResumeError
 from nvme_resume.manifest import FileSeal, RankRecord, Seal
 from nvme_resume.storage import records, transfer, verify
 from nvme_resume.storage.background import Gate
+
+log = logs.logger
 
 _DELETION_SECONDS = 5.0
 
@@ -75,6 +77,15 @@ def take(
         record_digest=manifest.digest_of(record),
         files=files,
     )
+
+
+def add_if_possible(folder: HeldFolder, record: RankRecord, options: Options, gate: Gate) -> None:
+    """``add`` for a checkpoint that somebody else saved: where we may not write, it stays without."""
+    path = folder.path.resolve()
+    try:
+        add(folder, record, options, gate, {})
+    except OSError as error:
+        log.warning("the hashes of %s could not be added: %s", path, error.strerror or error)
 
 
 def add(

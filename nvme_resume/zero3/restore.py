@@ -280,7 +280,7 @@ class Restore:
                 opened = HeldFolder(checkpoint.folder)
                 work.submit(
                     f"hashes of checkpoint {checkpoint.tag}",
-                    partial(seal.add, opened, checkpoint.record(saved), self.options, work.gate, {}),
+                    partial(seal.add_if_possible, opened, checkpoint.record(saved), self.options, work.gate),
                     self.options.exit_seconds,
                 )
 
