@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,33 +18,6 @@ KINDS = {
     "btrfs": ("link", {"link", "reflink", "server"}),
     "tmpfs": ("link", {"link", "server"}),
 }
-
-
-@pytest.fixture(params=KINDS)
-def mounted(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """A fresh file system of each kind."""
-    kind: str = request.param
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
-    if kind != "tmpfs" and not shutil.which(f"mkfs.{kind}"):
-        pytest.skip(f"mkfs.{kind} is not installed")
-    place = tmp_path / "mount"
-    place.mkdir()
-    if kind == "tmpfs":
-        command = ["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(place)]
-    else:
-        image = tmp_path / "image"
-        with image.open("wb") as file:
-            file.truncate(400 << 20)
-        subprocess.run([f"mkfs.{kind}", "-q", str(image)], check=True)
-        command = ["mount", "-o", "loop", str(image), str(place)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"cannot mount {kind}: {done.stderr.strip()}")
-    try:
-        yield kind, place
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
 
 
 def test_rungs_of_a_file_system(mounted: tuple[str, Path], tmp_path: Path) -> None:
