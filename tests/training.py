@@ -234,6 +234,21 @@ def refused_save(engine: Any, folder: str) -> tuple[str, str]:
     return "none", "saved"
 
 
+def poke(engine: Any) -> None:
+    """Change one master and one moment through DeepSpeed's public functions, which swap in and write back."""
+    from deepspeed.utils import (
+        safe_get_full_fp32_param,
+        safe_get_full_optimizer_state,
+        safe_set_full_fp32_param,
+        safe_set_full_optimizer_state,
+    )
+
+    weight = engine.module.layers[0].weight
+    safe_set_full_fp32_param(weight, safe_get_full_fp32_param(weight) * 0.5)
+    moment = safe_get_full_optimizer_state(weight, "exp_avg_sq")
+    safe_set_full_optimizer_state(weight, moment * 2, "exp_avg_sq")
+
+
 def train(case: dict[str, Any], engine: Any, rank: int, start: int, until: int) -> list[str]:
     """Micro batches ``start`` to ``until``; losses as hexadecimal floats."""
     losses = []
@@ -287,6 +302,8 @@ def main(path: str) -> None:
                 save_checkpoint(engine, save, rank, position, result)
             elif save.get("digest"):
                 result.setdefault("saved", []).append(digests(engine))
+            if save.get("poke"):
+                poke(engine)
         if case["reload"]:
             found, state = engine.load_checkpoint(case["reload"])
             result["reloaded_losses"] = train(case, engine, rank, state["micro"], case["until"])

@@ -171,6 +171,22 @@ def test_a_damaged_moment_of_one_rank_stops_all_ranks_before_the_first_step(tmp_
     assert [r["losses"] for r in run.ranks] == [[], []]
 
 
+def test_writes_through_deepspeeds_functions_do_not_reach_the_checkpoint(
+    tmp_path: Path, whole: list[str]
+) -> None:
+    """``safe_set_full_*`` right after a save: the run goes on as it would without us, the checkpoint stays.
+
+    Not pipelined: there plain DeepSpeed 0.19.8 itself stops in the next step.
+    """
+    poked = harness.run(
+        tmp_path, "stock", mode="stock", until=STEPS, saves=[{"at": 3, "dir": None, "poke": True}]
+    )
+    save = {"at": 3, "dir": str(tmp_path / "ck"), "poke": True}
+    ours = harness.run(tmp_path, "ours", until=STEPS, saves=[save])
+    assert ours.ranks[0]["losses"] == poked.ranks[0]["losses"] != whole
+    resume(tmp_path, tmp_path / "ck", whole)
+
+
 @pytest.mark.parametrize(
     "case",
     [
