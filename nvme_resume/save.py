@@ -48,7 +48,7 @@ class Saver:
         self._peers = peers
         self._files = files
         self._work = work
-        self._rungs: dict[tuple[Path, Path], ladder.Rung] = {}
+        self._rungs: dict[tuple[Path, int], ladder.Rung] = {}  # by private folder and file system
         self._drain: Task | None = None  # this rank's part of the save that is under way
         self._commit: Task | None = None  # the publisher's
         self._pending: Callable[[], None] | None = None  # what gives up the save that is under way
@@ -213,7 +213,7 @@ class Saver:
     def rung(self, public: Path, save_dir: Path) -> ladder.Rung:
         """How this swap file gets into a checkpoint below ``save_dir``; found out once, and said once."""
         folder = self._files.folder(public.parent)
-        key = (folder.path, save_dir)
+        key = (folder.path, seam.current().device(save_dir))
         if key not in self._rungs:
             wanted = self._options.method
             self._rungs[key] = ladder.probe(folder.path, save_dir) if wanted == "auto" else wanted
@@ -303,26 +303,31 @@ class _Part:
         }
 
     def _check_room(self, copies: tuple[capture.SwapCopy, ...], rungs: list[ladder.Rung]) -> None:
-        """Refuse now what would not fit later: copies in the checkpoint, or fresh files beside frozen ones."""
-        needed: dict[Path, int] = {self.save_dir: _SLACK_BYTES}
+        """Refuse now what would not fit later: copies in the checkpoint, and fresh files beside frozen ones."""
+        disk, in_background = seam.current(), self._options.background_save
+        needed: dict[int, tuple[Path, int]] = {}  # by file system: the two may share one
+
+        def need(where: Path, nbytes: int) -> None:
+            device = disk.device(where)
+            first, total = needed.get(device, (where, 0))
+            needed[device] = first, total + nbytes
+
+        need(self.save_dir, _SLACK_BYTES)
         for copy, rung in zip(copies, rungs, strict=True):
-            frozen = rung == "link" or (self._options.background_save and rung in ("server", "direct"))
-            if rung != "link" and rung != "reflink":
-                needed[self.save_dir] += copy.nbytes
-            if copy.rewritten and (frozen or rung == "reflink"):
-                where = copy.public.parent
-                needed[where] = needed.get(where, 0) + self._files.room_for(copy.public, copy.nbytes)
-        for where, total in needed.items():
-            free = seam.current().free_bytes(where)
+            copied = rung in ("server", "direct")
+            if copied:
+                need(self.save_dir, copy.nbytes)
+            if copy.rewritten and (not copied or in_background):
+                need(copy.public.parent, self._files.room_for(copy.public, copy.nbytes))
+        for where, total in needed.values():
+            free = disk.free_bytes(where)
             if free < total:
                 raise NoSpaceError(
-                    "the checkpoint does not fit"
-                    if where == self.save_dir
-                    else "no room for the swap files of the next step beside those of the checkpoint",
+                    "no room for the checkpoint and the next step beside it",
                     path=str(where),
                     expected=f"{total >> 20} MiB free for this rank",
                     found=f"{free >> 20} MiB",
-                    hint="remove old checkpoints or save elsewhere",
+                    hint="remove old checkpoints, or save elsewhere",
                 )
 
     def _place(self, copies: tuple[capture.SwapCopy, ...], rungs: list[ladder.Rung]) -> dict[str, FileRecord]:

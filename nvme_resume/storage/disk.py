@@ -159,6 +159,10 @@ class Disk:
             else:
                 path.unlink()
 
+    def device(self, path: Path) -> int:
+        """Number of the file system that holds ``path`` (a btrfs subvolume has its own)."""
+        return path.stat().st_dev
+
     def free_bytes(self, path: Path) -> int:
         """Bytes an unprivileged process may still write on the file system of ``path``."""
         info = os.statvfs(path)

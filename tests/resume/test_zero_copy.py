@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +238,25 @@ def test_a_background_copy_that_fails_is_reported_by_the_next_call_on_every_rank
         assert [e["type"] for e in rank["save_errors"]] == ["NoSpaceError", "StorageError"], run.log
     assert (checkpoint / "latest").read_text() == "global_step1"
     assert [p.name for p in checkpoint.iterdir() if p.is_dir()] == ["global_step1"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_no_room_for_the_next_step_is_known_when_saving(tmp_path: Path, whole: list[str]) -> None:
+    """A small disk: room for the swap files, not for fresh ones beside frozen ones.  Training goes on."""
+    place = tmp_path / "small"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=104m", "none", str(place)]
+    if subprocess.run(command, check=False).returncode:
+        pytest.skip("cannot mount here")
+    try:
+        save = {"at": 3, "dir": str(place / "ck"), "limit_rank": None}
+        run = harness.run(tmp_path, "run", until=STEPS, nvme_path=str(place / "nvme"), saves=[save])
+        (error,) = run.ranks[0]["save_errors"]
+        assert (
+            error["type"] == "NoSpaceError"
+            and "no room for the checkpoint and the next step" in error["text"]
+        )
+        assert run.ranks[0]["losses"] == whole
+        assert not [p for p in (place / "ck").iterdir() if p.is_dir()]
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
