@@ -27,7 +27,7 @@ class PrivateFolder:
         disk.make_folder(root)
         self.path = root / f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._lock = _lock(self.path)
-        self._lock.acquire(blocking=False)  # before the folder: one without a lock looks dead
+        _try(self._lock)  # before the folder: one without a lock looks dead
         disk.make_folder(self.path)
         probe = self.path / "mode"
         disk.write(probe, b"", sync=False)
@@ -58,9 +58,7 @@ def clean(root: Path) -> None:
         if path.name.endswith(layout.OWNER_LOCK) or not path.is_dir():
             continue
         lock = _lock(path)
-        try:
-            lock.acquire(blocking=False)
-        except Timeout:
+        if not _try(lock):
             continue
         try:
             seam.current().remove_tree(path)
@@ -68,6 +66,15 @@ def clean(root: Path) -> None:
         finally:
             lock.release()
             Path(lock.lock_file).unlink(missing_ok=True)
+
+
+def _try(lock: FileLock) -> bool:
+    """Take the lock if it is free.  On a file system without locks nobody takes any, and nothing is ever cleaned."""
+    try:
+        lock.acquire(blocking=False)
+    except (Timeout, NotImplementedError, OSError):
+        return False
+    return True
 
 
 def _lock(folder: Path) -> FileLock:

@@ -272,8 +272,11 @@ class SwapFiles:
                 spares.append(frozen.path)
             return
         disk = seam.current()
-        # Another thread: where the checkpoint is gone already, this frees the blocks and may take long.
-        self._submit(lambda: disk.remove_tree(frozen.path))
+        try:
+            # Another thread: where the checkpoint is gone already, this frees the blocks and may take long.
+            self._submit(lambda: disk.remove_tree(frozen.path))
+        except RuntimeError:  # the interpreter is ending
+            disk.remove_tree(frozen.path)
 
     def close(self) -> None:
         """Forget everything and remove the private folders (at the end of the engine or the process)."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from nvme_resume.storage.background import Gate
@@ -75,9 +76,14 @@ class Redirected:
 
 
 def install(engine: Any, files: SwapFiles, gate: Gate) -> None:
-    """Put a proxy in place of every handle this engine's swappers hold.  Harmless to repeat."""
+    """Put a proxy in place of every handle this engine's swappers hold.  Harmless to repeat.
+
+    Also makes the private folders, which removes those of processes that are gone.
+    """
     proxies: dict[int, Redirected] = {}
     for holder in _holders(engine):
+        if hasattr(holder, "swap_folder"):
+            files.folder(Path(holder.swap_folder))
         for name, value in list(vars(holder).items()):
             if _is_handle(value):
                 proxy = proxies.setdefault(id(value), Redirected(value, files, gate))
