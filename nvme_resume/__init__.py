@@ -12,8 +12,9 @@ from nvme_resume.version import __version__
 if TYPE_CHECKING:
     from nvme_resume.engine import NvmeResumeEngine
     from nvme_resume.installer import install
+    from nvme_resume.storage.catalog import last_resumable
 
-__all__ = ["NvmeResumeEngine", "NvmeResumeError", "__version__", "install"]
+__all__ = ["NvmeResumeEngine", "NvmeResumeError", "__version__", "install", "last_resumable"]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,4 +27,8 @@ def __getattr__(name: str) -> Any:
         from nvme_resume.installer import install
 
         return install
+    if name == "last_resumable":
+        from nvme_resume.storage.catalog import last_resumable
+
+        return last_resumable
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvme_resume import config, layout, logs, manifest
 from nvme_resume.config import Options
-from nvme_resume.errors import ConfigError, NvmeResumeError, PeerError
+from nvme_resume.errors import ConfigError, CorruptError, NoCheckpointError, NvmeResumeError, PeerError
 from nvme_resume.peers import Peers
 from nvme_resume.save import Saver
 from nvme_resume.storage import catalog, commit, records
@@ -198,15 +198,51 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
             return self._load_stock(load_dir, tag, None, wanted, custom_load_fn)
         self._nvme_saver.wait()
         peers.run(lambda: self._mend(Path(load_dir)), "look at the checkpoint folder")
-        chosen = peers.run(lambda: catalog.choose(Path(load_dir), tag), "choice of the checkpoint")
-        peers.same(chosen[peers.rank], "tag")
-        name: str | None = chosen[peers.rank]
+        name = self._choose(Path(load_dir), tag)
         if name is None or not supported.is_zero3(self):
-            return self._load_stock(load_dir, tag, name, wanted, custom_load_fn)
+            return self._load_stock(load_dir, name, name, wanted, custom_load_fn)
         folder = Path(load_dir) / name
         if self._stock_can_load(folder):
-            return self._load_stock(load_dir, tag, name, wanted, custom_load_fn)
+            return self._load_stock(load_dir, name, name, wanted, custom_load_fn)
         return self._load(folder, wanted, custom_load_fn)
+
+    def _choose(self, load_dir: Path, tag: str | int | None) -> str | None:
+        """The tag to load, the same on all ranks; None when the folder holds no checkpoint.
+
+        An explicit tag: that one or an error.  Else the one ``latest`` names if it is complete on every rank, else the
+        newest of ours that is, saying what was skipped and why.
+        """
+        peers = self._nvme_peers
+        share = (peers.rank, peers.world_size)
+        if tag is not None:
+            named: list[str] = peers.run(lambda: catalog.explicit(load_dir, tag), "choice of the checkpoint")
+            peers.agree(named, "tag")
+            return named[0]
+        firsts = peers.run(lambda: catalog.latest(load_dir, share), "choice of the checkpoint")
+        first = catalog.combine([[e] if e else [] for e in firsts])
+        if first and first[0].problem is None:
+            return first[0].tag
+        rest = catalog.combine(peers.run(lambda: catalog.others(load_dir, share), "choice of the checkpoint"))
+        good = next((e for e in rest if e.problem is None), None)
+        if good is not None:
+            named_first = {e.tag for e in first}
+            skipped = [*first, *(e for e in rest[: rest.index(good)] if e.tag not in named_first)]
+            if peers.rank == 0:
+                log.warning(
+                    "loading %s; skipped: %s",
+                    good.tag,
+                    "; ".join(f"{e.tag} ({e.problem})" for e in skipped) or f"no {layout.LATEST} file",
+                )
+            return good.tag
+        for entry in [*first, *rest]:
+            kind = CorruptError if (load_dir / entry.tag).is_dir() else NoCheckpointError
+            raise kind(
+                f"no checkpoint in {load_dir} is complete: {entry.problem}",
+                tag=entry.tag,
+                path=str(load_dir / entry.tag),
+                hint="name an older tag, if there is one",
+            )
+        return None
 
     def _mend(self, load_dir: Path) -> None:
         if self._publishes():

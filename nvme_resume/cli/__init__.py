@@ -6,7 +6,7 @@ Exit codes of all commands: 0 good, 1 error, 2 usage, 3 good but partial checkpo
 
 import typer
 
-from nvme_resume.cli import build_ops, check
+from nvme_resume.cli import build_ops, check, inspect, last, verify
 
 app = typer.Typer(
     name="nvme-resume",
@@ -18,8 +18,8 @@ app = typer.Typer(
 )
 
 
-check.register(app)
-build_ops.register(app)
+for command in (check, last, verify, inspect, build_ops):
+    command.register(app)
 
 
 def main() -> None:

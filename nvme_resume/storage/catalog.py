@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from nvme_resume import layout
-from nvme_resume.errors import ConfigError, NoCheckpointError
+from nvme_resume.errors import ConfigError, NoCheckpointError, NvmeResumeError
 from nvme_resume.storage import disk as seam
+from nvme_resume.storage import records, verify
+
+INCOMPLETE = (
+    "checkpoint-is-incomplete.txt"  # Hugging Face's mark of a just-in-time checkpoint that was cut short
+)
 
 
 def read_latest(save_dir: Path) -> str | None:
@@ -31,28 +38,104 @@ def tags(save_dir: Path) -> list[str]:
     return [p.name for p in sorted(found, key=lambda p: (p.stat().st_mtime_ns, p.name))]
 
 
-def choose(load_dir: Path, tag: str | int | None) -> str | None:
-    """The tag to load: the one asked for, else the one ``latest`` names, else None.
+class Entry(NamedTuple):
+    """One folder that may be a checkpoint.
 
-    Raises NoCheckpointError when the named one is not there.
+    ``step`` is -1 where only DeepSpeed's files could say it; ``problem`` is None for a complete checkpoint, as far as
+    records and sizes tell.  Plain data: ranks send each other theirs.
     """
-    if tag is None:
-        chosen = read_latest(load_dir)
-        if chosen is None:
-            return None
-    else:
-        chosen = str(tag)
-    if not layout.valid_tag(chosen):
-        raise ConfigError("not a usable tag", tag=chosen, expected="one plain folder name")
-    if not (load_dir / chosen).is_dir():
+
+    tag: str
+    step: int = -1
+    ours: bool = False
+    problem: str | None = None
+
+
+def look(save_dir: Path, tag: str, share: tuple[int, int] = (0, 1)) -> Entry:
+    """Is this tag complete?  Reads records and asks for sizes; no hashes.
+
+    ``share`` = (rank, world size): look at this rank's share of the saved ranks' files, as the others do at theirs
+    (or cannot see ours, on disks of their own).
+    """
+    folder = save_dir / tag
+    if not folder.is_dir():
+        return Entry(tag, problem="there is no such folder")
+    if (folder / INCOMPLETE).exists():
+        return Entry(tag, problem=f"{INCOMPLETE} is there")
+    rank, world_size = share
+    try:
+        if not records.has_manifest(folder):
+            return Entry(tag)  # plain DeepSpeed's: its loader knows what it needs
+        head = records.read_manifest(folder)
+        if head.tag != tag:
+            return Entry(tag, ours=True, problem=f"it holds tag {head.tag}")
+        for saved in range(rank, head.world_size, world_size):
+            record, _, _ = records.read_rank(folder, head, saved)
+            verify.structure(folder, record.files, rank=saved, tag=tag)
+        return Entry(tag, head.global_steps, ours=True)
+    except NvmeResumeError as error:
+        return Entry(tag, ours=True, problem=str(error))
+
+
+def entries(save_dir: Path, share: tuple[int, int] = (0, 1)) -> list[Entry]:
+    """All tags, newest first: by step where the manifest tells it, then by the folder's time."""
+    found = [look(save_dir, tag, share) for tag in tags(save_dir)][::-1]
+    return sorted(found, key=lambda e: e.step, reverse=True)
+
+
+def explicit(load_dir: Path, tag: str | int) -> str:
+    """The tag somebody asked for.  Raises ConfigError or NoCheckpointError."""
+    wanted = str(tag)
+    if not layout.valid_tag(wanted):
+        raise ConfigError("not a usable tag", tag=wanted, expected="one plain folder name")
+    if not (load_dir / wanted).is_dir():
         there = tags(load_dir)
         raise NoCheckpointError(
             "no such checkpoint",
-            tag=chosen,
-            path=str(load_dir / chosen),
+            tag=wanted,
+            path=str(load_dir / wanted),
             hint=f"tags there: {', '.join(there) or 'none'}",
         )
-    return chosen
+    return wanted
+
+
+def latest(load_dir: Path, share: tuple[int, int] = (0, 1)) -> Entry | None:
+    """The entry that ``latest`` names; None without that file."""
+    tag = read_latest(load_dir)
+    if tag is None:
+        return None
+    if not layout.valid_tag(tag):
+        return Entry(tag[:80], problem="that is no tag")
+    return look(load_dir, tag, share)
+
+
+def others(load_dir: Path, share: tuple[int, int] = (0, 1)) -> list[Entry]:
+    """What a load may fall back to when ``latest`` fails: checkpoints of ours, newest first, complete or not."""
+    return [e for e in entries(load_dir, share) if e.ours]
+
+
+def combine(found: Sequence[Sequence[Entry]]) -> list[Entry]:
+    """What all ranks together found, in the order of the first: a tag is complete if it is so for every rank."""
+    order = list(dict.fromkeys(e.tag for rank in found for e in rank))
+    combined = []
+    for tag in order:
+        of_ranks = [next((e for e in rank if e.tag == tag), None) for rank in found]
+        entry = next(e for e in of_ranks if e is not None)
+        problem = next((e.problem for e in of_ranks if e is not None and e.problem is not None), None)
+        absent = [r for r, e in enumerate(of_ranks) if e is None]
+        if problem is None and absent:
+            problem = f"ranks {absent} do not have it"
+        combined.append(entry._replace(problem=problem))
+    return combined
+
+
+def last_resumable(save_dir: Path) -> Path | None:
+    """The folder that a load without a tag would take, or None.  Structure only: no hashes are compared."""
+    first = latest(save_dir)
+    if first is not None and first.problem is None:
+        return save_dir / first.tag
+    found = next((e for e in others(save_dir) if e.problem is None), None)
+    return None if found is None else save_dir / found.tag
 
 
 def leftovers(save_dir: Path) -> list[Path]:

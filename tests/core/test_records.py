@@ -30,7 +30,13 @@ HEAD = manifest.Manifest(
 
 
 def test_exported_names() -> None:
-    assert nvme_resume.__all__ == ["NvmeResumeEngine", "NvmeResumeError", "__version__", "install"]
+    assert nvme_resume.__all__ == [
+        "NvmeResumeEngine",
+        "NvmeResumeError",
+        "__version__",
+        "install",
+        "last_resumable",
+    ]
 
 
 def test_a_record_survives_the_round_trip() -> None:

@@ -174,6 +174,21 @@ def test_every_damage_is_refused_by_name_and_a_sound_copy_still_loads(tmp_path: 
     assert run.ranks[0]["losses"] == whole.ranks[0]["losses"][3:]
 
 
+def test_a_load_without_a_tag_goes_back_to_the_newest_complete_one(tmp_path: Path) -> None:
+    """Two ranks; of the newest a file of rank 1 is missing, so rank 0 alone would take it."""
+    case = {"layers": 3, "sub_group_size": 300_000}
+    folder = tmp_path / "ck"
+    saves = [{"at": at, "dir": str(folder)} for at in (1, 2, 3)]
+    first = harness.run(tmp_path, "first", 2, until=4, saves=saves, **case)
+    next((folder / TAG / "offloaded_tensors" / "rank01").glob("exp_avg-*.swp")).unlink()
+    (folder / "global_step2" / "nvme_resume" / "manifest.json").unlink()
+    run = harness.run(tmp_path, "resumed", 2, seed=9, until=4, load=str(folder), **case)
+    for before, after in zip(first.ranks, run.ranks, strict=True):
+        assert after["start"] == 1
+        assert after["losses"] == before["losses"][1:]
+    assert "loading global_step1; skipped: global_step3 (" in run.log and "global_step2 (" in run.log
+
+
 def test_records_are_plain_json(sound: Path) -> None:
     for path in (sound / TAG / "nvme_resume").glob("*.json"):
         assert set(json.loads(path.read_text())) == {"kind", "format", "digest", "body"}

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from nvme_resume import layout
-from nvme_resume.errors import ConfigError, NoCheckpointError
 from nvme_resume.storage import catalog, commit, records
 from nvme_resume.storage import disk as seam
 from tests.core.test_records import HEAD
@@ -101,18 +100,6 @@ def test_latest_moves_only_when_asked(tmp_path: Path) -> None:
     commit.publish(tmp_path, stage(tmp_path, "x"), HEAD, save_latest=False)
     assert catalog.read_latest(tmp_path) is None
     assert catalog.tags(tmp_path) == [HEAD.tag]
-
-
-def test_choice(tmp_path: Path) -> None:
-    assert catalog.choose(tmp_path, None) is None
-    with pytest.raises(NoCheckpointError, match="no such checkpoint"):
-        catalog.choose(tmp_path, "x")
-    with pytest.raises(ConfigError):
-        catalog.choose(tmp_path, "../x")
-    commit.publish(tmp_path, stage(tmp_path, "x"), HEAD, save_latest=True)
-    assert catalog.choose(tmp_path, None) == HEAD.tag
-    (tmp_path / "5").mkdir()
-    assert catalog.choose(tmp_path, 5) == "5"
 
 
 def test_a_crash_between_two_renames_is_mended(tmp_path: Path) -> None:
