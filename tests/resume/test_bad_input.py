@@ -187,7 +187,7 @@ def test_a_load_without_a_tag_goes_back_to_the_newest_complete_one(tmp_path: Pat
         assert after["start"] == 1
         assert after["losses"] == before["losses"][1:]
     said = (tmp_path / "log-resumed.0.txt").read_text()
-    assert "loading global_step1; skipped: global_step3 (" in said and "global_step2 (" in said
+    assert "loading global_step1; skipped: global_step3 (" in said
 
 
 def test_records_are_plain_json(sound: Path) -> None:
