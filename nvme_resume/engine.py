@@ -17,7 +17,7 @@ from nvme_resume.config import Options
 from nvme_resume.errors import ConfigError, CorruptError, NoCheckpointError, NvmeResumeError, PeerError
 from nvme_resume.peers import Peers
 from nvme_resume.save import Saver
-from nvme_resume.storage import catalog, commit, records
+from nvme_resume.storage import catalog, commit, records, room
 from nvme_resume.storage import disk as seam
 from nvme_resume.storage.background import Background, Task
 from nvme_resume.storage.snapshot import SwapFiles
@@ -115,6 +115,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
             raise ConfigError("save_dir must not be empty", found=repr(save_dir))
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         if supported.uses_nvme(self):
+            self._finish_checks()
             self._nvme_saver.save(
                 Path(save_dir), name, client_state, latest=save_latest, no_frozen=exclude_frozen_parameters
             )
@@ -194,7 +195,8 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
             rng=self._nvme_options.rng,
         )
         if self.load_universal_checkpoint():  # it names its own tag file and holds none of our records
-            self._nvme_files.thaw_all()  # DeepSpeed will write to the public names
+            # DeepSpeed will write to the public names.
+            peers.run(self._nvme_files.thaw_all, "preparation of the load")
             return self._load_stock(load_dir, tag, None, wanted, custom_load_fn)
         self._nvme_saver.wait()
         peers.run(lambda: self._mend(Path(load_dir)), "look at the checkpoint folder")
@@ -261,16 +263,21 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         peers = self._nvme_peers
         start = time.monotonic()
         box: list[Restore] = []
+        old_checks = self._nvme_checks or []
 
-        def prepare() -> None:
+        def prepare() -> list[dict[str, Any]]:
+            # They read files that this load may replace; what they find counts until it has.
+            self._nvme_work.wait_for(old_checks)
             job = Restore(
                 self, folder, self._nvme_options, peers.rank, peers.world_size, wanted, self._nvme_files
             )
-            job.prepare(show=peers.rank == 0)
             box.append(job)
+            return job.prepare()
 
         try:
-            peers.run(prepare, "check of the checkpoint")
+            needs = peers.run(prepare, "check of the checkpoint")
+            room.refuse_too_little(needs, "the swap files of the checkpoint", tag=folder.name)
+            peers.run(lambda: box[0].stage(show=peers.rank == 0), "check of the checkpoint")
         except NvmeResumeError:
             for job in box:
                 job.discard()
@@ -299,6 +306,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         finally:
             restore.discard()
         stock_loader.after(self)
+        self._nvme_work.drop(old_checks)
         self._verify_behind(restore)
         if peers.rank == 0:
             log.info(
@@ -313,24 +321,33 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
     def _verify_behind(self, restore: Restore) -> None:
         """Hash the files that were linked and not read, before the first step reads them; seal what has no seal."""
         checkpoint, options, gate = restore.checkpoint, self._nvme_options, self._nvme_work.gate
-        checks = []
-        for public, check in restore.unverified().items():
-            task = self._nvme_work.submit(
-                f"check of {public.name}", partial(check, gate), options.exit_seconds
-            )
-            self._nvme_files.check_first(public, partial(self._nvme_work.finish_these, task))
-            checks.append(task)
-        if checkpoint.ours:
-            restore.seal_behind(self._nvme_work)
+        checks: list[Task] = []
+
+        def submit() -> bool:
+            for public, check in restore.unverified().items():
+                task = self._nvme_work.submit(
+                    f"check of {public.name}", partial(check, gate), options.exit_seconds, awaited=True
+                )
+                self._nvme_files.check_first(public, partial(self._nvme_work.finish_these, task))
+                checks.append(task)
+            if checkpoint.ours:
+                restore.seal_behind(self._nvme_work)
+            return bool(checks)
+
         # A rank that could not link has copied and checked already; the wait in step() needs all or none.
-        some = any(self._nvme_peers.exchange(bool(checks), None, "end of the load"))
+        some = any(self._nvme_peers.run(submit, "end of the load"))
         self._nvme_checks = checks if some else None
+
+    def _finish_checks(self) -> None:
+        """Until the files adopted by the last load are verified.  Collective; raises as often as it is called."""
+        checks = self._nvme_checks
+        if checks is not None:
+            self._nvme_peers.run(lambda: self._nvme_work.finish_these(*checks), "check of the resumed state")
+            self._nvme_checks = None
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's ``step``; the first one after a load waits until the adopted files are verified."""
-        checks, self._nvme_checks = self._nvme_checks, None
-        if checks is not None:
-            self._nvme_peers.run(lambda: self._nvme_work.finish_these(*checks), "check of the resumed state")
+        self._finish_checks()
         return super().step(*args, **kwargs)  # type: ignore[misc]
 
     def destroy(self) -> None:

@@ -9,6 +9,7 @@ part is complete, and the publisher looks for those of all ranks that share its 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -20,10 +21,10 @@ import torch
 
 from nvme_resume import layout, logs, manifest
 from nvme_resume.config import Options
-from nvme_resume.errors import ConfigError, NoSpaceError, NvmeResumeError, PeerError, StorageError
+from nvme_resume.errors import ConfigError, NvmeResumeError, PeerError, StorageError
 from nvme_resume.manifest import FileRecord, FileSeal, Manifest, RankEntry, RankRecord
 from nvme_resume.peers import Peers
-from nvme_resume.storage import catalog, commit, ladder, records, seal, transfer
+from nvme_resume.storage import catalog, commit, ladder, records, room, seal, transfer
 from nvme_resume.storage import disk as seam
 from nvme_resume.storage.background import Background, Task
 from nvme_resume.storage.snapshot import SwapFiles
@@ -53,6 +54,7 @@ class Saver:
         self._commit: Task | None = None  # the publisher's
         self._pending: Callable[[], None] | None = None  # what gives up the save that is under way
         self._in_background = False  # on some rank: agreed
+        self._said_no_background = False
 
     # ---- the public two ----
 
@@ -64,16 +66,22 @@ class Saver:
             self.wait()
         peers, engine = self._peers, self._engine
         start = time.monotonic()
-        proposals = peers.run(lambda: self._propose(save_dir, tag), "start of the save")
-        peers.agree([p[1:] for p in proposals], "save folder and tag")
-        checkpoint_id: str = proposals[0][0]
+        taken: list[capture.Captured] = []
+        proposals = peers.run(lambda: self._propose(save_dir, tag, taken, no_frozen), "start of the save")
+        peers.agree([(p["folder"], p["tag"]) for p in proposals], "save folder and tag")
+        room.refuse_too_little(
+            [p["room"] for p in proposals], "the checkpoint and the next step beside it", tag=tag
+        )
+        checkpoint_id: str = proposals[0]["id"]
         staging = layout.staging(tag, checkpoint_id)
         if peers.rank == 0:
             log.info("saving checkpoint %s to %s", tag, save_dir)
         stock_loader.before(engine)
         part = _Part(self, save_dir, staging, checkpoint_id, tag)
+        if self._publishes():
+            catalog.under_way.add(part.folder)
         try:
-            sizes = peers.run(lambda: part.write(client_state, no_frozen), "save")
+            sizes = peers.run(lambda: part.write(taken[0], client_state, no_frozen), "save")
             head = self._manifest(checkpoint_id, tag, sizes)
             if any(s["pending"] for s in sizes):
                 self._finish_later(part, head, sizes, start, latest=latest)
@@ -87,6 +95,7 @@ class Saver:
                 )
         except BaseException as error:
             part.abandon()
+            catalog.under_way.discard(part.folder)
             if self._publishes():
                 commit.discard(save_dir, staging, checkpoint_id)
             # Only an error that was exchanged is known to reach every rank; else a collective would hang.
@@ -96,6 +105,7 @@ class Saver:
         stock_loader.after(engine)
         if self._in_background:
             return
+        catalog.under_way.discard(part.folder)
         part.seal_later(save_dir / tag)
         if peers.rank == 0:
             _log_commit(save_dir / tag, sizes, start)
@@ -124,9 +134,7 @@ class Saver:
     def _wait_for(self, task: Task | None) -> None:
         if task is None:
             return
-        with self._work.gate.waited_for():
-            task.wait()
-        self._work.raise_failure()
+        self._work.finish_these(task)
 
     # ---- steps ----
 
@@ -135,20 +143,67 @@ class Saver:
         peers = self._peers
         return peers.local_rank == 0 if self._engine.use_node_local_storage() else peers.rank == 0
 
-    def _propose(self, save_dir: Path, tag: str) -> tuple[str, str, str]:
-        """Refuse what cannot work before anything is written; rank 0's answer names the checkpoint's id."""
+    def _propose(
+        self, save_dir: Path, tag: str, taken: list[capture.Captured], no_frozen: bool
+    ) -> dict[str, Any]:
+        """Refuse what cannot work before anything is written; rank 0's answer names the checkpoint's id.
+
+        What there is to save goes into ``taken``.
+        """
         self._work.raise_failure()
         if not layout.valid_tag(tag):
             raise ConfigError("not a usable tag", tag=tag, expected="one plain folder name")
         quiesce.quiesce(self._engine)
         quiesce.accumulation(self._engine)
-        seam.current().make_folder(save_dir)
+        disk, peers = seam.current(), self._peers
+        disk.make_folder(save_dir)
         if self._publishes():
             for leftover in catalog.leftovers(save_dir):
                 log.warning(
                     "%s was left behind by an interrupted save: %s", leftover, commit.recover(leftover)
                 )
-        return uuid.uuid4().hex[:12], str(save_dir), tag
+        taken.append(
+            capture.capture(
+                self._engine,
+                checkpoint_id="",
+                tag=tag,
+                rank=peers.rank,
+                world_size=peers.world_size,
+                frozen=not no_frozen,
+            )
+        )
+        needs = room.Needs(peers.host)
+        needs.add(save_dir, _SLACK_BYTES)
+        fresh: list[tuple[Path, int]] = []
+        for copy in taken[0].copies:
+            copied = self.rung(copy.public, save_dir) in ("server", "direct")
+            if copied:
+                needs.add(save_dir, copy.nbytes)
+            if copy.rewritten and (not copied or self.copies_in_background):
+                fresh.append((copy.public, copy.nbytes))
+        if fresh:
+            needs.add(fresh[0][0].parent, self._files.room_for(fresh))
+        return {
+            "id": uuid.uuid4().hex[:12],
+            "folder": str(save_dir),
+            "tag": tag,
+            "room": needs.plain(),
+        }
+
+    @property
+    def copies_in_background(self) -> bool:
+        """Is ``"async"`` wanted, and possible?
+
+        Nodes with disks of their own must commit together, which takes the training's thread.
+        """
+        if not self._options.background_save:
+            return False
+        if not self._engine.use_node_local_storage() or self._peers.alone:
+            return True
+        if not self._said_no_background:
+            self._said_no_background = True
+            log.warning('"async" has no effect with "use_node_local_storage": saves wait for their copies')
+        return False
 
     def _manifest(self, checkpoint_id: str, tag: str, sizes: list[dict[str, Any]]) -> Manifest:
         return Manifest(
@@ -176,37 +231,35 @@ class Saver:
         """Leave the copy, and on the publisher the commit, to the background thread."""
         save_dir, staging, options = part.save_dir, part.staging, self._options
         self._in_background = True
-        self._drain = self._work.submit(f"copy of checkpoint {head.tag}", part.drain, options.timeout_seconds)
-        local = [
-            r
-            for r, s in enumerate(sizes)
-            if not self._engine.use_node_local_storage() or s["host"] == self._peers.host
-        ]
+        self._drain = self._work.submit(
+            f"copy of checkpoint {head.tag}", part.drain, options.timeout_seconds, awaited=True
+        )
         report = self._peers.rank == 0
+        given_up = threading.Event()
 
         def publish() -> None:
             try:
-                _await_seals(part.folder, local, self._work, options.timeout_seconds)
+                _await_seals(part.folder, len(sizes), self._work, options.timeout_seconds, given_up)
                 commit.publish(save_dir, staging, head, save_latest=latest)
             except BaseException:
                 commit.discard(save_dir, staging, head.checkpoint_id)
                 raise
+            finally:
+                catalog.under_way.discard(part.folder)
             if report:
                 _log_commit(save_dir / head.tag, sizes, start)
 
         if self._publishes():
             self._commit = self._work.submit(
-                f"commit of checkpoint {head.tag}", publish, options.timeout_seconds
+                f"commit of checkpoint {head.tag}", publish, options.timeout_seconds, awaited=True
             )
 
         def give_up() -> None:
+            given_up.set()
             if self._commit is not None:
-                self._commit.cancelled = True
-                _leave_mark(part.folder, self._peers.rank)
-                self._commit.wait()
-                commit.discard(save_dir, staging, head.checkpoint_id)
-                with contextlib.suppress(NvmeResumeError):
-                    self._work.raise_failure()
+                self._work.drop([self._commit])
+                commit.discard(save_dir, staging, head.checkpoint_id)  # if it was never begun
+                catalog.under_way.discard(part.folder)
 
         self._pending = give_up
 
@@ -251,20 +304,11 @@ class _Part:
         self._held: list[tuple[Path, capture.SwapCopy]] = []  # to be copied in the background
         self._sealed = False
 
-    def write(self, client_state: dict[str, Any], no_frozen: bool) -> dict[str, Any]:
+    def write(self, taken: capture.Captured, client_state: dict[str, Any], no_frozen: bool) -> dict[str, Any]:
         """All files of this rank that training has to wait for, durable."""
         saver, disk, folder = self._saver, seam.current(), self.folder
         engine, peers, options = saver._engine, saver._peers, self._options
-        taken = capture.capture(
-            engine,
-            checkpoint_id=self._checkpoint_id,
-            tag=self._tag,
-            rank=peers.rank,
-            world_size=peers.world_size,
-            frozen=not no_frozen,
-        )
         rungs = [saver.rung(c.public, self.save_dir) for c in taken.copies]
-        self._check_room(taken.copies, rungs)
         for parent in {(folder / c.relative).parent for c in taken.copies} | {folder / layout.RECORDS}:
             disk.make_folder(parent)
         listed = self._place(taken.copies, rungs)
@@ -279,7 +323,7 @@ class _Part:
         )
         self._seals |= dict(zip(small, small_seals, strict=True))
         listed |= {name: FileRecord(size=s.size, digest=s.digest) for name, s in self._seals.items()}
-        record = taken.record.model_copy(update={"files": listed})
+        record = taken.record.model_copy(update={"checkpoint_id": self._checkpoint_id, "files": listed})
         self._record = record
         records.write(folder, layout.rank_record(peers.rank), record)
         records.write(folder, layout.extras(peers.rank), extras)
@@ -302,34 +346,6 @@ class _Part:
             "pending": bool(self._held),
         }
 
-    def _check_room(self, copies: tuple[capture.SwapCopy, ...], rungs: list[ladder.Rung]) -> None:
-        """Refuse now what would not fit later: copies in the checkpoint, and fresh files beside frozen ones."""
-        disk, in_background = seam.current(), self._options.background_save
-        needed: dict[int, tuple[Path, int]] = {}  # by file system: the two may share one
-
-        def need(where: Path, nbytes: int) -> None:
-            device = disk.device(where)
-            first, total = needed.get(device, (where, 0))
-            needed[device] = first, total + nbytes
-
-        need(self.save_dir, _SLACK_BYTES)
-        for copy, rung in zip(copies, rungs, strict=True):
-            copied = rung in ("server", "direct")
-            if copied:
-                need(self.save_dir, copy.nbytes)
-            if copy.rewritten and (not copied or in_background):
-                need(copy.public.parent, self._files.room_for(copy.public, copy.nbytes))
-        for where, total in needed.values():
-            free = disk.free_bytes(where)
-            if free < total:
-                raise NoSpaceError(
-                    "no room for the checkpoint and the next step beside it",
-                    path=str(where),
-                    expected=f"{total >> 20} MiB free for this rank",
-                    found=f"{free >> 20} MiB",
-                    hint="remove old checkpoints, or save elsewhere",
-                )
-
     def _place(self, copies: tuple[capture.SwapCopy, ...], rungs: list[ladder.Rung]) -> dict[str, FileRecord]:
         """Get every swap file into the checkpoint, or freeze it for the background; files whose hash is not known."""
         disk, files = seam.current(), self._files
@@ -337,7 +353,7 @@ class _Part:
         direct: list[capture.SwapCopy] = []
         for copy, rung in zip(copies, rungs, strict=True):
             target = self.folder / copy.relative
-            if self._options.background_save and rung in ("server", "direct"):
+            if self._saver.copies_in_background and rung in ("server", "direct"):
                 with contextlib.suppress(
                     OSError
                 ):  # the swap folder allows no renames: copy while training waits
@@ -434,25 +450,26 @@ def _leave_mark(folder: Path, rank: int) -> None:
         (folder / layout.failure(rank)).touch()
 
 
-def _await_seals(folder: Path, ranks: list[int], work: Background, seconds: float) -> None:
+def _await_seals(
+    folder: Path, world_size: int, work: Background, seconds: float, given_up: threading.Event
+) -> None:
     """Until all ranks' parts are complete.  StorageError when one failed or did not come."""
     deadline = time.monotonic() + seconds
-    missing = list(ranks)
-    while True:
-        missing = [r for r in missing if not (folder / layout.seal(r)).exists()]
-        if not missing:
-            return
+    while missing := [r for r in range(world_size) if not (folder / layout.seal(r)).exists()]:
         work.gate.check()
-        failed = [r for r in missing if (folder / layout.failure(r)).exists()]
-        if failed or time.monotonic() > deadline:
-            raise StorageError(
-                f"ranks {failed} could not copy their part of the checkpoint"
-                if failed
-                else f"ranks {missing} did not complete their part within {seconds:.0f} s",
-                path=str(folder),
-                hint="look at the log of the ranks named; nothing was committed",
-            )
-        time.sleep(_POLL_SECONDS)
+        failed = [r for r in range(world_size) if (folder / layout.failure(r)).exists()]
+        if failed or given_up.is_set():
+            problem = f"ranks {failed or missing} could not copy their part of the checkpoint"
+        elif not folder.is_dir():
+            problem = "the unfinished checkpoint was removed"
+        elif time.monotonic() > deadline:
+            problem = f"ranks {missing} did not complete their part within {seconds:.0f} s"
+        else:
+            time.sleep(_POLL_SECONDS)
+            continue
+        raise StorageError(
+            problem, path=str(folder), hint="look at the log of the ranks named; nothing was committed"
+        )
 
 
 def _log_commit(path: Path, sizes: list[dict[str, Any]], start: float) -> None:

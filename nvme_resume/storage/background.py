@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 
 from nvme_resume import _native, errors, logs
@@ -89,10 +89,17 @@ class Gate:
 
 
 class Task:
-    """One piece of background work."""
+    """One piece of background work.
 
-    def __init__(self, what: str, work: Callable[[], None], exit_seconds: float) -> None:
+    ``awaited``: whoever submitted it waits for it and raises its error; else the next call of the engine does.
+    """
+
+    def __init__(
+        self, what: str, work: Callable[[], None], exit_seconds: float, *, awaited: bool = False
+    ) -> None:
         self.what = what
+        self.awaited = awaited
+        self.reported = False
         self.exit_seconds = exit_seconds
         self.error: NvmeResumeError | None = None
         self.cancelled = False
@@ -136,9 +143,11 @@ class Background:
         self._thread: threading.Thread | None = None
         self._owner = os.getpid()
 
-    def submit(self, what: str, work: Callable[[], None], exit_seconds: float) -> Task:
+    def submit(
+        self, what: str, work: Callable[[], None], exit_seconds: float, *, awaited: bool = False
+    ) -> Task:
         """Queue ``work``.  ``what`` names it in messages; ``exit_seconds``: how long the process's end waits for it."""
-        task = Task(what, work, exit_seconds)
+        task = Task(what, work, exit_seconds, awaited=awaited)
         self._tasks.append(task)
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="nvme_resume", daemon=True)
@@ -153,17 +162,20 @@ class Background:
             del task
 
     def raise_failure(self) -> None:
-        """Raise what a finished task left, once.  Others that failed as well are logged."""
-        failed = self._take_failures()
+        """Raise what a finished task left that nobody waits for, once.  Others that failed as well are logged."""
+        failed = self._take_failures(awaited=False)
         for error in failed[1:]:
             log.error("%s", error)
         if failed:
             raise failed[0]
 
-    def _take_failures(self) -> list[NvmeResumeError]:
-        finished = [t for t in self._tasks if t.wait(0)]
-        self._tasks = [t for t in self._tasks if t not in finished]
-        return [t.error for t in finished if t.error is not None]
+    def _take_failures(self, *, awaited: bool) -> list[NvmeResumeError]:
+        failed = [t for t in self._tasks if t.wait(0) and not t.reported and (awaited or not t.awaited)]
+        found = [t.error for t in failed if t.error is not None]
+        for task in failed:
+            task.reported = True
+        self._tasks = [t for t in self._tasks if not (t.wait(0) and t.reported)]
+        return found
 
     def pending(self) -> int:
         """Tasks that have not ended."""
@@ -177,13 +189,27 @@ class Background:
         self.raise_failure()
 
     def finish_these(self, *tasks: Task) -> None:
-        """Wait for some tasks; raise what went wrong with the first that failed."""
-        with self.gate.waited_for():
-            for task in tasks:
-                task.wait()
+        """Wait for some awaited tasks; raise what went wrong with the first that failed, however often it is asked."""
+        self.wait_for(tasks)
+        for task in tasks:
+            task.reported = True
         for task in tasks:
             if task.error is not None:
                 raise task.error
+
+    def wait_for(self, tasks: Sequence[Task]) -> None:
+        """Until these have ended, however."""
+        with self.gate.waited_for():
+            for task in tasks:
+                task.wait()
+
+    def drop(self, tasks: Sequence[Task]) -> None:
+        """Nobody wants the results of these any more: skip those that wait, wait for the one that runs."""
+        for task in tasks:
+            task.cancelled = True
+        self.wait_for(tasks)
+        for task in tasks:
+            task.reported = True
 
     def close(self) -> None:
         """Wait for what is queued, each task as long as it may take, then cancel the rest and say what failed."""
@@ -207,5 +233,5 @@ class Background:
             self._queue.put(None)
             self._thread.join(_CANCEL_SECONDS)
             self._thread = None
-        for error in self._take_failures():
+        for error in self._take_failures(awaited=True):
             log.error("%s", error)

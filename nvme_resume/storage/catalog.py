@@ -38,6 +38,9 @@ def tags(save_dir: Path) -> list[str]:
     return [p.name for p in sorted(found, key=lambda p: (p.stat().st_mtime_ns, p.name))]
 
 
+under_way: set[Path] = set()  # staging folders of this process's own saves
+
+
 class Entry(NamedTuple):
     """One folder that may be a checkpoint.
 
@@ -139,7 +142,8 @@ def last_resumable(save_dir: Path) -> Path | None:
 
 
 def leftovers(save_dir: Path) -> list[Path]:
-    """What interrupted saves left behind."""
+    """What interrupted saves left behind; not what this process is writing (another engine of it may be)."""
     if not save_dir.is_dir():
         return []
-    return sorted(p for p in save_dir.iterdir() if layout.is_leftover(p.name))
+    busy = {path.resolve() for path in under_way}
+    return sorted(p for p in save_dir.iterdir() if layout.is_leftover(p.name) and p.resolve() not in busy)

@@ -52,9 +52,13 @@ def sync_all(files: Iterable[Path], folders: Iterable[Path]) -> None:
             except OSError as error:
                 errors.append(error)
 
-    threads = [threading.Thread(target=drain, daemon=True) for _ in range(min(_SYNC_THREADS, len(work)))]
-    for thread in threads:
-        thread.start()
+    threads = []
+    with contextlib.suppress(RuntimeError):  # no new threads while the interpreter ends
+        for _ in range(min(_SYNC_THREADS, len(work)) - 1):
+            thread = threading.Thread(target=drain, daemon=True)
+            thread.start()
+            threads.append(thread)
+    drain()
     for thread in threads:
         thread.join()
     if errors:

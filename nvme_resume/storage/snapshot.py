@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ class _Frozen:
     path: Path
     nbytes: int
     shared: bool  # a checkpoint has a name for the inode as well: it must never be written to
+    rewritten: bool = True  # the training will write it anew
     read: bool = True  # the public name is read from here
     holds: int = 0  # background copies that still read it
     check: Callable[[], None] | None = None  # what must be true before anything is read
@@ -63,9 +65,8 @@ class SwapFiles:
         return self._folders[root]
 
     def source(self, public: Path) -> Path:
-        """Where the present content of a swap file is."""
-        frozen = self._read.get(_key(public))
-        return public if frozen is None else frozen.path
+        """Where the present content of a swap file is.  Raises as ``begin_read`` does."""
+        return Path(self.begin_read(str(public)))
 
     # ---- the training's own requests ----
 
@@ -104,8 +105,8 @@ class SwapFiles:
         OSError in ``ladder.STEP_DOWN`` where that cannot be; then nothing has changed.
         """
         disk = seam.current()
+        source = self.source(public)  # nothing unverified gets into a checkpoint
         frozen = self._read.get(_key(public))
-        source = public if frozen is None else frozen.path
         if frozen is None or not frozen.shared:
             disk.cut(source, nbytes, self.folder(public.parent).file_mode)
         disk.link(source, target)
@@ -120,6 +121,7 @@ class SwapFiles:
 
     def hold(self, public: Path, nbytes: int, *, rewritten: bool) -> Path:
         """Freeze a swap file for a background copy; its private name.  ``release`` ends that."""
+        self.source(public)  # nothing unverified gets into a checkpoint
         frozen = self._read.get(_key(public))
         if frozen is None:
             seam.current().cut(public, nbytes, self.folder(public.parent).file_mode)
@@ -152,12 +154,13 @@ class SwapFiles:
 
     # ---- load ----
 
-    def adopt(self, public: Path, path: Path, nbytes: int, *, shared: bool) -> None:
+    def adopt(self, public: Path, path: Path, nbytes: int, *, shared: bool, rewritten: bool = True) -> None:
         """Read ``public`` from the private file ``path`` from now on; what ``public`` held stays as it is.
 
         ``shared``: a checkpoint's own file, linked; else a copy, which ``settle`` puts under the public name.
+        ``rewritten``: the training will write it anew and needs room for that.
         """
-        self._read[_key(public)] = _Frozen(_key(public), path, nbytes, shared=shared)
+        self._read[_key(public)] = _Frozen(_key(public), path, nbytes, shared=shared, rewritten=rewritten)
 
     def check_first(self, public: Path, check: Callable[[], None]) -> None:
         """Call ``check`` before the first read of an adopted file."""
@@ -182,7 +185,8 @@ class SwapFiles:
             if isinstance(before, _Frozen):
                 self._end(before, still=frozen)
             if frozen.shared:
-                self._order_room(Path(key), frozen.nbytes)
+                if frozen.rewritten:
+                    self._order_room(Path(key), frozen.nbytes)
             else:
                 self._take_room(key)
                 seam.current().rename(frozen.path, Path(key))
@@ -213,11 +217,19 @@ class SwapFiles:
 
     # ---- room ----
 
-    def room_for(self, public: Path, nbytes: int) -> int:
-        """Bytes that freezing ``public`` would take from the filesystem."""
-        if _key(public) in self._read and (_key(public) in self._room or public.exists()):
-            return 0  # frozen, and its successor has been seen to
-        return 0 if self._spare.get((self.folder(public.parent), nbytes)) else nbytes
+    def room_for(self, files: Iterable[tuple[Path, int]]) -> int:
+        """Bytes that freezing these files (public name, size) would take from their filesystem."""
+        spares = Counter({key: len(paths) for key, paths in self._spare.items()})
+        total = 0
+        for public, nbytes in files:
+            if _key(public) in self._read and (_key(public) in self._room or public.exists()):
+                continue  # frozen, and its successor has been seen to
+            key = (self.folder(public.parent), nbytes)
+            if spares[key]:
+                spares[key] -= 1
+            else:
+                total += nbytes
+        return total
 
     def _order_room(self, public: Path, nbytes: int) -> None:
         """See to an allocated file under the public name, off the training's path."""
@@ -235,7 +247,7 @@ class SwapFiles:
 
     def _take_room(self, key: str) -> None:
         """Wait until the file under a public name is allocated, if one was ordered."""
-        room = self._room.pop(key, None)
+        room = self._room.get(key)
         if room is None:
             return
         future, nbytes = room
@@ -247,6 +259,7 @@ class SwapFiles:
                 seam.current().allocate(Path(key), nbytes)
         except OSError as error:
             raise errors.from_os_error(error, "no room for the next state of this swap file") from error
+        del self._room[key]  # not before: without its room every attempt to write must fail
 
     def _submit(self, work: Callable[[], None]) -> Future[None]:
         if self._allocator is None:

@@ -83,15 +83,20 @@ class Restore:
 
     # ---- first half: look, do not touch ----
 
-    def prepare(self, *, show: bool) -> None:
-        """Check records, fit, sizes and hashes; stage the swap files.  On failure nothing has changed."""
+    def prepare(self) -> list[dict[str, Any]]:
+        """Check records, fit and sizes, plan; what room that takes.  On failure nothing has changed."""
         try:
-            self._prepare(show=show)
+            self._prepare()
         except BaseException:
             self.discard()
             raise
+        return self._stager.needs()
 
-    def _prepare(self, *, show: bool) -> None:
+    def stage(self, *, show: bool) -> None:
+        """Copy and hash, all but what is hashed later.  On failure nothing has changed."""
+        self._stager.run(show=show)
+
+    def _prepare(self) -> None:
         record = self.checkpoint.record(self.saved_rank)
         present = layout_of.describe(self.engine, self.rank, self.world_size)
         compat.check(record, present, weights_only=self.wanted.weights_only, partial_frozen=not record.frozen)
@@ -119,7 +124,6 @@ class Restore:
                 else:
                     stager.use_for_memory(source, key)
         self._stage_frozen(record)
-        stager.run(show=show)
 
     def _check_model_file(self) -> None:
         """What DeepSpeed's loader would choke on half-way, found before it starts."""
@@ -240,7 +244,13 @@ class Restore:
             optimizer.optimizer_swapper.purge_state()
         optimizer.optimizer.state.clear()
         for adoption in self._stager.adoptions:
-            self._files.adopt(adoption.public, adoption.path, adoption.nbytes, shared=adoption.linked)
+            self._files.adopt(
+                adoption.public,
+                adoption.path,
+                adoption.nbytes,
+                shared=adoption.linked,
+                rewritten=adoption.rewritten,
+            )
         for source in self.sources:
             if swaps_to_file(self.engine, source.target, MASTER):
                 self._cast_from_swapped(source.target)

@@ -7,6 +7,7 @@ Copies are hashed on the way.
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ import torch
 
 from nvme_resume import plan
 from nvme_resume.config import Options
-from nvme_resume.errors import NoSpaceError
 from nvme_resume.manifest import MASTER, TensorRecord
 from nvme_resume.storage import disk as seam
 from nvme_resume.storage import ladder, transfer, verify
+from nvme_resume.storage.room import Needs
 from nvme_resume.storage.snapshot import SwapFiles
 from nvme_resume.storage.transfer import Copy
 from nvme_resume.zero3.source import Checkpoint
@@ -32,6 +33,7 @@ class Adoption:
     path: Path
     nbytes: int
     linked: bool  # the checkpoint's own inode; else a copy
+    rewritten: bool  # every step writes it anew
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -83,7 +85,9 @@ class Stager:
             tensor = self.checkpoint.find(only.rank, only.sub_group, key)
             listed = self.checkpoint.record(only.rank).files.get(tensor.file)
             if tensor.where == "swap" and listed is not None and listed.size == size:
-                self._stage_whole(only.rank, tensor.file, self._use(only.rank, tensor), public, size)
+                self._stage_whole(
+                    only.rank, tensor.file, self._use(only.rank, tensor), public, size, rewritten=True
+                )
                 return
         target = self._copy_of(public, size)
         transfer.write_padded(target, memoryview(b""), size)
@@ -109,7 +113,9 @@ class Stager:
                 piece = values[segment.src : segment.src + segment.numel].to(swapper.dtype)
                 transfer.write_padded(target, as_bytes(piece), size, offset=segment.dst * element)
 
-    def _stage_whole(self, rank: int, relative: str, path: Path, public: Path, size: int) -> None:
+    def _stage_whole(
+        self, rank: int, relative: str, path: Path, public: Path, size: int, *, rewritten: bool
+    ) -> None:
         """A file that can take the place of a swap file as it is: linked where that is possible, else copied."""
         if self.options.method in ("auto", "link"):
             private = self._files.folder(public.parent).name(public)
@@ -119,14 +125,14 @@ class Stager:
                 if error.errno not in ladder.STEP_DOWN or self.options.method == "link":
                     raise
             else:
-                self.adoptions.append(Adoption(public, private, size, linked=True))
+                self.adoptions.append(Adoption(public, private, size, linked=True, rewritten=rewritten))
                 self.linked[public] = (rank, relative)
                 return
         self._whole.append((Copy(path, self._copy_of(public, size)), rank, relative))
 
     def _copy_of(self, public: Path, size: int) -> Path:
         path = self._files.folder(public.parent).name(public)
-        self.adoptions.append(Adoption(public, path, size, linked=False))
+        self.adoptions.append(Adoption(public, path, size, linked=False, rewritten=True))
         return path
 
     def use_for_memory(self, source: plan.Source, key: str) -> None:
@@ -144,7 +150,8 @@ class Stager:
     def stage_param_file(self, rank: int, relative: str, public: Path) -> None:
         """A frozen parameter's partition, file to file."""
         size = self.checkpoint.record(rank).files[relative].size
-        self._stage_whole(rank, relative, self.checkpoint.path(rank, relative), public, size)
+        path = self.checkpoint.path(rank, relative)
+        self._stage_whole(rank, relative, path, public, size, rewritten=False)
 
     def _use(self, rank: int, tensor: TensorRecord) -> Path:
         """The path of a tensor's file; at least as long as the record says."""
@@ -157,7 +164,6 @@ class Stager:
 
     def run(self, *, show: bool) -> None:
         """Copy, and hash what is not hashed while it is used; sizes were checked when the records were opened."""
-        self._check_room()
         tag, options = self.checkpoint.tag, self.options
         hashed = options.verify != "structure"
         found = transfer.run(
@@ -180,26 +186,16 @@ class Stager:
                 self.checkpoint.check_hashes(rank, sorted(n for r, n in self._to_hash if r == rank), options)
         transfer.run(self._ranges, options, what=f"resume {tag}", sync=False, hash=False, show=show)
 
-    def _check_room(self) -> None:
-        """Copies now, and fresh files for what will be written beside a linked one, must fit."""
-        needed: dict[Path, int] = {}
+    def needs(self) -> list[dict[str, Any]]:
+        """Room for copies, and for fresh files that the training will write beside linked ones."""
+        found = Needs(socket.gethostname())
         for adoption in self.adoptions:
-            folder = adoption.public.parent
             present = seam.current().size(adoption.public) if adoption.public.is_file() else 0
-            more = max(0, adoption.nbytes - present) if adoption.linked else adoption.nbytes
-            needed[folder] = needed.get(folder, 0) + more
-        for folder, total in needed.items():
-            free = seam.current().free_bytes(folder)
-            if free < total:
-                raise NoSpaceError(
-                    "the checkpoint does not fit on the disk of the swap files",
-                    rank=self.rank,
-                    tag=self.checkpoint.tag,
-                    path=str(folder),
-                    expected=f"{total >> 20} MiB free for this rank",
-                    found=f"{free >> 20} MiB",
-                    hint="free some space there and load again",
-                )
+            if not adoption.linked:
+                found.add(adoption.public.parent, adoption.nbytes)
+            elif adoption.rewritten:
+                found.add(adoption.public.parent, max(0, adoption.nbytes - present))
+        return found.plain()
 
     def discard(self) -> None:
         """Remove what was staged and not adopted."""

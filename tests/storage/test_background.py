@@ -38,6 +38,21 @@ def test_failures_wait_for_the_next_call_and_are_raised_once() -> None:
     work.close()
 
 
+def test_a_failure_that_somebody_waits_for_is_theirs_alone() -> None:
+    """Every time they ask; an unrelated call does not stumble over it, also not over one that nobody wants any more."""
+    work = Background()
+    task = work.submit("a check", fail, 1, awaited=True)
+    for _ in range(2):
+        with pytest.raises(NoSpaceError):
+            work.finish_these(task)
+    work.finish()
+    old = work.submit("an old check", fail, 1, awaited=True)
+    work.drop([old])
+    work.finish()
+    assert work._tasks == []
+    work.close()
+
+
 def test_the_end_waits_but_not_for_ever(tmp_path: Path) -> None:
     (tmp_path / "big").write_bytes(bytes(64 << 20))
     work = Background()

@@ -125,6 +125,17 @@ def test_latest_with_nonsense_in_it_leads_nowhere(save_dir: Path) -> None:
     assert chosen(save_dir) == "third"
 
 
+def test_what_this_process_is_writing_is_no_leftover(tmp_path: Path) -> None:
+    """Two engines of one process save into one folder, one of them in the background."""
+    for name in ("a", "b"):
+        (tmp_path / layout.staging(name, "x")).mkdir()
+    catalog.under_way.add(tmp_path / layout.staging("a", "x"))
+    try:
+        assert [p.name for p in catalog.leftovers(tmp_path)] == [layout.staging("b", "x")]
+    finally:
+        catalog.under_way.clear()
+
+
 def test_a_named_tag_is_that_one_or_an_error(save_dir: Path) -> None:
     assert catalog.explicit(save_dir, "first") == "first"
     with pytest.raises(NoCheckpointError, match="no such checkpoint") as caught:

@@ -137,8 +137,9 @@ def test_no_room_is_an_error_and_not_a_silent_loss(tmp_path: Path) -> None:
     training.write(0, 1)
     with seam.replaced(Full()):
         training.link(0, tmp_path / "saved")
-        with pytest.raises(NoSpaceError, match="no room for the next state"):
-            training.write(0, 2)
+        for _ in range(2):
+            with pytest.raises(NoSpaceError, match="no room for the next state"):
+                training.write(0, 2)
     assert training.read(0) == b"\1" * SIZE
 
 
@@ -184,6 +185,12 @@ def test_an_adopted_file_is_checked_before_it_is_read(tmp_path: Path) -> None:
             training.read(0)
     with pytest.raises(CorruptError):
         training.write(0, 1)
+    # Nor does it get into a checkpoint, whose seal would call it good.
+    with pytest.raises(CorruptError):
+        training.link(0, tmp_path / "saved")
+    with pytest.raises(CorruptError):
+        training.files.hold(training.public[0], SIZE, rewritten=True)
+    assert not (tmp_path / "saved").exists()
 
 
 def test_a_copied_file_takes_the_public_name(tmp_path: Path) -> None:
@@ -197,6 +204,29 @@ def test_a_copied_file_takes_the_public_name(tmp_path: Path) -> None:
     assert training.files.source(training.public[0]) == training.public[0]
     assert training.read(0) == b"\7" * SIZE
     assert not private.exists()
+
+
+def test_a_file_that_is_never_written_anew_gets_no_room(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    private = training.files.folder(training.folder).name(training.public[0])
+    private.write_bytes(b"\7" * SIZE)
+    training.public[0].unlink()
+    mark = training.files.mark()
+    training.files.adopt(training.public[0], private, SIZE, shared=True, rewritten=False)
+    training.files.settle(mark)
+    training.files.close()  # what was ordered is there by then
+    assert not training.public[0].exists()
+
+
+def test_room_is_counted_with_each_spare_file_once(tmp_path: Path) -> None:
+    training = Training(tmp_path, 3)
+    files = [(path, SIZE) for path in training.public]
+    assert training.files.room_for(files) == 3 * SIZE
+    path = training.files.hold(training.public[0], SIZE, rewritten=True)
+    assert training.files.room_for(files) == 2 * SIZE
+    training.write(0, 1)
+    training.files.release(path)
+    assert training.files.room_for(files) == 2 * SIZE
 
 
 HOLD = (
