@@ -153,21 +153,17 @@ def test_a_damaged_master_is_found_while_it_is_read_and_the_engine_goes_back(
 
 
 def test_a_damaged_moment_of_one_rank_stops_all_ranks_before_the_first_step(tmp_path: Path) -> None:
+    """And a save before that step, or the new checkpoint would hold it under a good hash."""
     case = {"layers": 3, "sub_group_size": 300_000}
     checkpoint = tmp_path / "ck"
     harness.run(tmp_path, "first", 2, until=3, saves=[{"at": 3, "dir": str(checkpoint)}], **case)
     name = flip(checkpoint, "rank01/exp_avg_sq-*.swp")
     run = harness.run(
-        tmp_path,
-        "resumed",
-        2,
-        check=False,
-        seed=9,
-        until=STEPS,
-        load=str(checkpoint),
-        skip_digests=True,
-        **case,
-    )
+        tmp_path, "resumed", 2, check=False, seed=9, until=STEPS, load=str(checkpoint), skip_digests=True,
+        saves=[{"at": 3, "dir": str(tmp_path / "laundered"), "limit_rank": None}], **case,
+    )  # fmt: skip
+    assert [r["save_errors"][0]["type"] for r in run.ranks] == ["CorruptError"] * 2
+    assert not (tmp_path / "laundered").exists()
     assert [e["type"] for e in run.errors] == ["CorruptError"] * 2, run.log
     assert all(name in e["text"] and "rank 1" in e["text"] for e in run.errors)
     assert [r["losses"] for r in run.ranks] == [[], []]
