@@ -1,7 +1,9 @@
 """Random training, saving, loading and poking in one process; run as ``python -m tests.fuzz CASE.json``.
 
 The same seed must give the same losses and states whatever way swap files get into checkpoints, and no byte of a
-committed checkpoint may ever change.  Writes ``{"log": [...], "changed": [...], "final": digests}`` to the case's ``out``.
+committed checkpoint may ever change.
+
+Writes ``{"log": [...], "changed": [...], "final": digests}`` to the case's ``out``.
 """
 
 from __future__ import annotations
