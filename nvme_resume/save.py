@@ -66,13 +66,9 @@ class Saver:
             self.wait()
         peers, engine = self._peers, self._engine
         start = time.monotonic()
-        taken: list[capture.Captured] = []
-        proposals = peers.run(lambda: self._propose(save_dir, tag, taken, no_frozen), "start of the save")
-        peers.agree([(p["folder"], p["tag"]) for p in proposals], "save folder and tag")
-        room.refuse_too_little(
-            [p["room"] for p in proposals], "the checkpoint and the next step beside it", tag=tag
-        )
-        checkpoint_id: str = proposals[0]["id"]
+        proposals = peers.run(lambda: self._propose(save_dir, tag), "start of the save")
+        peers.agree([p[1:] for p in proposals], "save folder and tag")
+        checkpoint_id: str = proposals[0][0]
         staging = layout.staging(tag, checkpoint_id)
         if peers.rank == 0:
             log.info("saving checkpoint %s to %s", tag, save_dir)
@@ -81,7 +77,9 @@ class Saver:
         if self._publishes():
             catalog.under_way.add(part.folder)
         try:
-            sizes = peers.run(lambda: part.write(taken[0], client_state, no_frozen), "save")
+            needs = peers.run(lambda: part.look(no_frozen), "look at what there is to save")
+            room.refuse_too_little(needs, "the checkpoint and the next step beside it", tag=tag)
+            sizes = peers.run(lambda: part.write(client_state, no_frozen), "save")
             head = self._manifest(checkpoint_id, tag, sizes)
             if any(s["pending"] for s in sizes):
                 self._finish_later(part, head, sizes, start, latest=latest)
@@ -143,52 +141,20 @@ class Saver:
         peers = self._peers
         return peers.local_rank == 0 if self._engine.use_node_local_storage() else peers.rank == 0
 
-    def _propose(
-        self, save_dir: Path, tag: str, taken: list[capture.Captured], no_frozen: bool
-    ) -> dict[str, Any]:
-        """Refuse what cannot work before anything is written; rank 0's answer names the checkpoint's id.
-
-        What there is to save goes into ``taken``.
-        """
+    def _propose(self, save_dir: Path, tag: str) -> tuple[str, str, str]:
+        """Refuse what cannot work before anything is touched; rank 0's answer names the checkpoint's id."""
         self._work.raise_failure()
         if not layout.valid_tag(tag):
             raise ConfigError("not a usable tag", tag=tag, expected="one plain folder name")
         quiesce.quiesce(self._engine)
         quiesce.accumulation(self._engine)
-        disk, peers = seam.current(), self._peers
-        disk.make_folder(save_dir)
+        seam.current().make_folder(save_dir)
         if self._publishes():
             for leftover in catalog.leftovers(save_dir):
                 log.warning(
                     "%s was left behind by an interrupted save: %s", leftover, commit.recover(leftover)
                 )
-        taken.append(
-            capture.capture(
-                self._engine,
-                checkpoint_id="",
-                tag=tag,
-                rank=peers.rank,
-                world_size=peers.world_size,
-                frozen=not no_frozen,
-            )
-        )
-        needs = room.Needs(peers.host)
-        needs.add(save_dir, _SLACK_BYTES)
-        fresh: list[tuple[Path, int]] = []
-        for copy in taken[0].copies:
-            copied = self.rung(copy.public, save_dir) in ("server", "direct")
-            if copied:
-                needs.add(save_dir, copy.nbytes)
-            if copy.rewritten and (not copied or self.copies_in_background):
-                fresh.append((copy.public, copy.nbytes))
-        if fresh:
-            needs.add(fresh[0][0].parent, self._files.room_for(fresh))
-        return {
-            "id": uuid.uuid4().hex[:12],
-            "folder": str(save_dir),
-            "tag": tag,
-            "room": needs.plain(),
-        }
+        return uuid.uuid4().hex[:12], str(save_dir), tag
 
     @property
     def copies_in_background(self) -> bool:
@@ -299,14 +265,39 @@ class _Part:
         self._files = saver._files
         self._options = saver._options
         self._gate = saver._work.gate
+        self._taken: capture.Captured
         self._record: RankRecord | None = None
         self._seals: dict[str, FileSeal] = {}  # hashes taken so far
         self._held: list[tuple[Path, capture.SwapCopy]] = []  # to be copied in the background
         self._sealed = False
 
-    def write(self, taken: capture.Captured, client_state: dict[str, Any], no_frozen: bool) -> dict[str, Any]:
+    def look(self, no_frozen: bool) -> list[dict[str, Any]]:
+        """Describe this rank's state, which must be partitioned by now; the room that saving it takes."""
+        saver = self._saver
+        self._taken = capture.capture(
+            saver._engine,
+            checkpoint_id=self._checkpoint_id,
+            tag=self._tag,
+            rank=self._rank,
+            world_size=saver._peers.world_size,
+            frozen=not no_frozen,
+        )
+        needs = room.Needs(saver._peers.host)
+        needs.add(self.save_dir, _SLACK_BYTES)
+        fresh: list[tuple[Path, int]] = []
+        for copy in self._taken.copies:
+            copied = saver.rung(copy.public, self.save_dir) in ("server", "direct")
+            if copied:
+                needs.add(self.save_dir, copy.nbytes)
+            if copy.rewritten and (not copied or saver.copies_in_background):
+                fresh.append((copy.public, copy.nbytes))
+        if fresh:
+            needs.add(fresh[0][0].parent, self._files.room_for(fresh))
+        return needs.plain()
+
+    def write(self, client_state: dict[str, Any], no_frozen: bool) -> dict[str, Any]:
         """All files of this rank that training has to wait for, durable."""
-        saver, disk, folder = self._saver, seam.current(), self.folder
+        saver, disk, folder, taken = self._saver, seam.current(), self.folder, self._taken
         engine, peers, options = saver._engine, saver._peers, self._options
         rungs = [saver.rung(c.public, self.save_dir) for c in taken.copies]
         for parent in {(folder / c.relative).parent for c in taken.copies} | {folder / layout.RECORDS}:
@@ -323,7 +314,7 @@ class _Part:
         )
         self._seals |= dict(zip(small, small_seals, strict=True))
         listed |= {name: FileRecord(size=s.size, digest=s.digest) for name, s in self._seals.items()}
-        record = taken.record.model_copy(update={"checkpoint_id": self._checkpoint_id, "files": listed})
+        record = taken.record.model_copy(update={"files": listed})
         self._record = record
         records.write(folder, layout.rank_record(peers.rank), record)
         records.write(folder, layout.extras(peers.rank), extras)

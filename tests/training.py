@@ -215,7 +215,7 @@ def save_checkpoint(
             raise SystemExit from error
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, no_limit)
-    if not save.get("skip_digests"):
+    if not save.get("skip_digest"):
         result.setdefault("saved", []).append(digests(engine))
     if save.get("remove") and rank == 0:
         shutil.rmtree(save["dir"])
@@ -289,7 +289,7 @@ def main(path: str) -> None:
             )
             result["load_path"] = found
             start = (state or {}).get("micro", 0)
-            result["loaded"] = None if case["skip_digests"] else digests(engine)
+            result["loaded"] = None if case["skip_loaded_digest"] else digests(engine)
             result["global_steps"] = engine.global_steps
             if case["corrupt_rng_after_load"]:
                 seed_all(1)
@@ -300,8 +300,7 @@ def main(path: str) -> None:
             result["losses"] += train(case, engine, rank, position, save["at"])
             position = save["at"]
             if save["dir"]:
-                asked = save | {"skip_digests": case["skip_digests"]}
-                save_checkpoint(engine, asked, rank, position, result)
+                save_checkpoint(engine, save, rank, position, result)
             elif save.get("digest"):
                 result.setdefault("saved", []).append(digests(engine))
             if save.get("poke"):
@@ -310,7 +309,7 @@ def main(path: str) -> None:
             found, state = engine.load_checkpoint(case["reload"])
             result["reloaded_losses"] = train(case, engine, rank, state["micro"], case["until"])
         result["refused"] = refused
-        result["final"] = digests(engine) if not case["skip_digests"] else None
+        result["final"] = digests(engine) if not case["skip_final_digest"] else None
         if case["mode"] == "ours" and case["end"] == "wait":
             engine.wait_for_checkpoint()
     except BaseException as error:

@@ -100,7 +100,7 @@ def test_another_world_size_restores_every_value(tmp_path: Path, before: int, af
         "dtype": "fp32",
         "sub_group_size": 300_000,
         "lora": True,
-        "skip_digests": True,
+        "skip_final_digest": True,
     }
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
     first = harness.run(tmp_path, "first", before, until=3, saves=[{"at": 3, "dir": one}], **case)

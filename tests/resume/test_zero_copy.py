@@ -55,7 +55,7 @@ def test_plain_deepspeed_on_the_same_nvme_path_cannot_touch_a_checkpoint(
     assert inside and not inside & swap
     harness.run(saved, "later", mode="stock", seed=4, until=2, nvme_path=str(saved / "nvme-first"))
     assert content(saved / "ck") == before
-    resume(tmp_path, saved / "ck", whole, nvme_path=str(saved / "nvme-first"))
+    resume(tmp_path, saved / "ck", whole, nvme_path=str(saved / "nvme-first"), end="exit")
     assert content(saved / "ck") == before
 
 
@@ -81,7 +81,7 @@ def test_a_crash_right_after_a_save_leaves_a_checkpoint_that_loads_and_is_sealed
     checkpoint, nvme = tmp_path / "ck", str(tmp_path / "nvme")
     save = {"at": 3, "dir": str(checkpoint), "limit_rank": None}
     harness.run(
-        tmp_path, "first", until=3, saves=[save], end="abrupt", nvme_path=nvme, skip_digests=True,
+        tmp_path, "first", until=3, saves=[save], end="abrupt", nvme_path=nvme, skip_final_digest=True,
         nvme_checkpoint={"bandwidth_limit_mib": 1},
     )  # fmt: skip
     seal = checkpoint / TAG / "nvme_resume" / "rank00.seal.json"
@@ -102,7 +102,7 @@ def test_an_unsealed_checkpoint_that_was_written_to_is_refused(tmp_path: Path) -
     limit = {"bandwidth_limit_mib": 1}
     harness.run(
         tmp_path, "first", until=3, saves=[{"at": 3, "dir": str(checkpoint)}], end="abrupt",
-        skip_digests=True, nvme_checkpoint=limit,
+        skip_final_digest=True, nvme_checkpoint=limit,
     )  # fmt: skip
     path = next((checkpoint / TAG).rglob("exp_avg-*.swp"))
     with path.open("r+b") as file:
@@ -159,8 +159,8 @@ def test_a_damaged_moment_of_one_rank_stops_all_ranks_before_the_first_step(tmp_
     harness.run(tmp_path, "first", 2, until=3, saves=[{"at": 3, "dir": str(checkpoint)}], **case)
     name = flip(checkpoint, "rank01/exp_avg_sq-*.swp")
     run = harness.run(
-        tmp_path, "resumed", 2, check=False, seed=9, until=STEPS, load=str(checkpoint), skip_digests=True,
-        saves=[{"at": 3, "dir": str(tmp_path / "laundered"), "limit_rank": None}], **case,
+        tmp_path, "resumed", 2, check=False, seed=9, until=STEPS, load=str(checkpoint), skip_loaded_digest=True,
+        saves=[{"at": 3, "dir": str(tmp_path / "laundered"), "limit_rank": None, "skip_digest": True}], **case,
     )  # fmt: skip
     assert [r["save_errors"][0]["type"] for r in run.ranks] == ["CorruptError"] * 2
     assert not (tmp_path / "laundered").exists()
