@@ -15,7 +15,7 @@ from nvme_resume.errors import NvmeResumeError
 P = ParamSpec("P")
 
 AsJson = Annotated[bool, typer.Option("--json", help="one JSON object instead of text")]
-console = Console(soft_wrap=True, highlight=False)
+console = Console(soft_wrap=True, highlight=False, markup=False)  # paths and errors hold brackets
 
 
 def show(value: dict[str, Any], text: str, *, as_json: bool) -> None:

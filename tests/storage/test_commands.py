@@ -63,6 +63,9 @@ def test_inspect(save_dir: Path) -> None:
     ]
     code, text, _ = nvme_resume("inspect", save_dir)
     assert code == 0 and "t2 (latest)" in text and "complete" in text
+    (save_dir / "t1" / "model1.pt").unlink()
+    code, text, _ = nvme_resume("inspect", save_dir)
+    assert code == 3 and "[rank 1" in text  # not taken for markup
     code, text, _ = nvme_resume("inspect", save_dir / "t2", "--json")
     assert code == 0 and [r["sealed"] for r in json.loads(text)["ranks"]] == [False, False]
     assert nvme_resume("inspect", save_dir / "nothing")[0] == 10
