@@ -42,7 +42,6 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         micro_steps: int
         config: Any
 
-        def use_node_local_storage(self) -> bool: ...
         def load_universal_checkpoint(self) -> bool: ...
 
     _nvme_options: Options
@@ -138,16 +137,11 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         """
         self._nvme_saver.wait_for_all()
 
-    def _publishes(self) -> bool:
-        """One process for each place the checkpoint is written to."""
-        peers = self._nvme_peers
-        return peers.local_rank == 0 if self.use_node_local_storage() else peers.rank == 0
-
     def _before_stock_save(self, folder: Path) -> None:
         """Refuse what could not be resumed; forget what DeepSpeed is about to overwrite in place."""
         if supported.is_zero3(self):
             quiesce.accumulation(self)
-        if layout.valid_tag(folder.name) and self._publishes():
+        if layout.valid_tag(folder.name) and self._nvme_saver.publishes():
             (folder / layout.manifest()).unlink(
                 missing_ok=True
             )  # first: without it the rest is no checkpoint
@@ -247,7 +241,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         return None
 
     def _mend(self, load_dir: Path) -> None:
-        if self._publishes():
+        if self._nvme_saver.publishes():
             for tag in commit.mend(load_dir):
                 log.warning("%s was being replaced when a save died: put back", load_dir / tag)
 

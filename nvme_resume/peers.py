@@ -1,8 +1,8 @@
 """The other ranks: agree, carry errors, never wait for ever.
 
 Uses a gloo group of its own, so that it works beside NCCL, does not disturb the training's collectives and
-can be given its own timeout.  Every method is collective: all ranks call it, in the same order, from the main
-thread.  Knows torch.distributed, nothing of DeepSpeed.
+can be given its own timeout.  Every method but ``agree`` is collective: all ranks call it, in the same order, from
+the main thread.  Knows torch.distributed, nothing of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -69,12 +69,8 @@ class Peers:
             error.__cause__ = caught
         return self.exchange(value, error, during)
 
-    def same(self, value: Any, what: str) -> None:
-        """PeerError on every rank unless all ranks bring the same value."""
-        self.agree(self.exchange(value, None, what), what)
-
     def agree(self, values: Sequence[Any], what: str) -> None:
-        """The same for values that were exchanged already.  No collective."""
+        """PeerError on every rank unless all ranks brought the same value.  The values were exchanged already."""
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise PeerError(

@@ -74,7 +74,7 @@ class Saver:
             log.info("saving checkpoint %s to %s", tag, save_dir)
         stock_loader.before(engine)
         part = _Part(self, save_dir, staging, checkpoint_id, tag)
-        if self._publishes():
+        if self.publishes():
             catalog.under_way.add(part.folder)
         try:
             needs = peers.run(lambda: part.look(no_frozen), "look at what there is to save")
@@ -86,15 +86,14 @@ class Saver:
             else:
                 peers.run(
                     lambda: (
-                        self._publishes()
-                        and bool(commit.publish(save_dir, staging, head, save_latest=latest))
+                        self.publishes() and bool(commit.publish(save_dir, staging, head, save_latest=latest))
                     ),
                     "commit",
                 )
         except BaseException as error:
             part.abandon()
             catalog.under_way.discard(part.folder)
-            if self._publishes():
+            if self.publishes():
                 commit.discard(save_dir, staging, checkpoint_id)
             # Only an error that was exchanged is known to reach every rank; else a collective would hang.
             if isinstance(error, NvmeResumeError) and not isinstance(error, PeerError):
@@ -136,7 +135,7 @@ class Saver:
 
     # ---- steps ----
 
-    def _publishes(self) -> bool:
+    def publishes(self) -> bool:
         """One process for each place the checkpoint is written to."""
         peers = self._peers
         return peers.local_rank == 0 if self._engine.use_node_local_storage() else peers.rank == 0
@@ -149,7 +148,7 @@ class Saver:
         quiesce.quiesce(self._engine)
         quiesce.accumulation(self._engine)
         seam.current().make_folder(save_dir)
-        if self._publishes():
+        if self.publishes():
             for leftover in catalog.leftovers(save_dir):
                 log.warning(
                     "%s was left behind by an interrupted save: %s", leftover, commit.recover(leftover)
@@ -215,7 +214,7 @@ class Saver:
             if report:
                 _log_commit(save_dir / head.tag, sizes, start)
 
-        if self._publishes():
+        if self.publishes():
             self._commit = self._work.submit(
                 f"commit of checkpoint {head.tag}", publish, options.timeout_seconds, awaited=True
             )
@@ -266,6 +265,7 @@ class _Part:
         self._options = saver._options
         self._gate = saver._work.gate
         self._taken: capture.Captured
+        self._rungs: list[ladder.Rung]  # how each of its files gets into the checkpoint
         self._record: RankRecord | None = None
         self._seals: dict[str, FileSeal] = {}  # hashes taken so far
         self._held: list[tuple[Path, capture.SwapCopy]] = []  # to be copied in the background
@@ -285,8 +285,9 @@ class _Part:
         needs = room.Needs(saver._peers.host)
         needs.add(self.save_dir, _SLACK_BYTES)
         fresh: list[tuple[Path, int]] = []
-        for copy in self._taken.copies:
-            copied = saver.rung(copy.public, self.save_dir) in ("server", "direct")
+        self._rungs = [saver.rung(copy.public, self.save_dir) for copy in self._taken.copies]
+        for copy, rung in zip(self._taken.copies, self._rungs, strict=True):
+            copied = rung in ("server", "direct")
             if copied:
                 needs.add(self.save_dir, copy.nbytes)
             if copy.rewritten and (not copied or saver.copies_in_background):
@@ -299,10 +300,9 @@ class _Part:
         """All files of this rank that training has to wait for, durable."""
         saver, disk, folder, taken = self._saver, seam.current(), self.folder, self._taken
         engine, peers, options = saver._engine, saver._peers, self._options
-        rungs = [saver.rung(c.public, self.save_dir) for c in taken.copies]
         for parent in {(folder / c.relative).parent for c in taken.copies} | {folder / layout.RECORDS}:
             disk.make_folder(parent)
-        listed = self._place(taken.copies, rungs)
+        listed = self._place(taken.copies, self._rungs)
         capture.write_stock_files(engine, self.save_dir, self.staging, client_state, no_frozen)
         extras = capture.write_extras(
             engine, folder, checkpoint_id=self._checkpoint_id, rank=peers.rank, with_rng=options.rng

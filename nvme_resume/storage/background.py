@@ -183,9 +183,7 @@ class Background:
 
     def finish(self) -> None:
         """Wait for everything that is queued; raise what went wrong."""
-        with self.gate.waited_for():
-            for task in self._tasks:
-                task.wait()
+        self.wait_for(self._tasks)
         self.raise_failure()
 
     def finish_these(self, *tasks: Task) -> None:
