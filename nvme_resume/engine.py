@@ -142,9 +142,8 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         if supported.is_zero3(self):
             quiesce.accumulation(self)
         if layout.valid_tag(folder.name) and self._nvme_saver.publishes():
-            (folder / layout.manifest()).unlink(
-                missing_ok=True
-            )  # first: without it the rest is no checkpoint
+            # First: without it the rest is no checkpoint.
+            seam.current().remove_tree(folder / layout.manifest())
             for name in (layout.RECORDS, layout.SWAP, layout.PARAMS):
                 seam.current().remove_tree(folder / name)
 
@@ -155,7 +154,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         def write() -> None:
             seam.current().make_folder(folder / layout.RECORDS)
             for name in (layout.extras(peers.rank), layout.extras_tensors(peers.rank)):
-                (folder / name).unlink(missing_ok=True)
+                seam.current().remove_tree(folder / name)
             extras = capture.write_extras(
                 self, folder, checkpoint_id="deepspeed", rank=peers.rank, with_rng=options.rng
             )

@@ -438,7 +438,7 @@ class _Part:
 def _leave_mark(folder: Path, rank: int) -> None:
     """Tell the publisher not to wait for this rank.  Best effort: its disk may be the reason."""
     with contextlib.suppress(OSError):
-        (folder / layout.failure(rank)).touch()
+        seam.current().write(folder / layout.failure(rank), b"", sync=False)
 
 
 def _await_seals(

@@ -98,7 +98,8 @@ def publish(save_dir: Path, staging: str, manifest: Manifest, *, save_latest: bo
             disk.rename(latest, save_dir / layout.LATEST)
             disk.sync_folder(save_dir)
     except OSError:
-        latest.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            disk.remove_tree(latest)
         # Back to the state before, unless ``latest`` already names a tag that would be gone then.
         if replaced is not None or catalog.read_latest(save_dir) != manifest.tag:
             with contextlib.suppress(OSError):
