@@ -208,7 +208,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         newest of ours that is, saying what was skipped and why.
         """
         peers = self._nvme_peers
-        share = (peers.rank, peers.world_size)
+        share = catalog.share_of(peers.rank, peers.world_size)
         if tag is not None:
             named: list[str] = peers.run(lambda: catalog.explicit(load_dir, tag), "choice of the checkpoint")
             peers.agree(named, "tag")
