@@ -14,10 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from nvme_resume import config, layout, logs, manifest
 from nvme_resume.config import Options
-from nvme_resume.errors import ConfigError, CorruptError, NoCheckpointError, NvmeResumeError, PeerError
+from nvme_resume.errors import (
+    ConfigError,
+    CorruptError,
+    LockedError,
+    NoCheckpointError,
+    NvmeResumeError,
+    PeerError,
+)
 from nvme_resume.peers import Peers
 from nvme_resume.save import Saver
-from nvme_resume.storage import catalog, commit, records, room
+from nvme_resume.storage import catalog, commit, locks, records, room
 from nvme_resume.storage import disk as seam
 from nvme_resume.storage.background import Background, Task
 from nvme_resume.storage.snapshot import SwapFiles
@@ -81,15 +88,24 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
                 supported.version(),
                 ", ".join(supported.TESTED_DEEPSPEED),
             )
-        engine.__dict__["_nvme_options"] = options
-        engine.__dict__["_nvme_peers"] = peers = Peers(options.timeout_seconds)
-        engine.__dict__["_nvme_files"] = files = SwapFiles(options)
-        engine.__dict__["_nvme_work"] = work = Background()
-        engine.__dict__["_nvme_saver"] = Saver(engine, options, peers, files, work)
-        engine.__dict__["_nvme_checks"] = None
+        peers, files, work = Peers(options.timeout_seconds), SwapFiles(options), Background()
         if supported.uses_nvme(engine):
-            redirect.install(engine, files, work.gate)
+            try:
+                peers.run(lambda: redirect.install(engine, files, work.gate), "start")
+            except NvmeResumeError:
+                files.close()
+                raise
             atexit.register(files.close)
+        saver = Saver(engine, options, peers, files, work)
+        atexit.register(saver.close)
+        engine.__dict__.update(
+            _nvme_options=options,
+            _nvme_peers=peers,
+            _nvme_files=files,
+            _nvme_work=work,
+            _nvme_saver=saver,
+            _nvme_checks=None,
+        )
         base = type(engine)
         engine.__class__ = type(f"NvmeResume{base.__name__}", (cls, base), {"__module__": base.__module__})
         adam.watch(engine)
@@ -119,6 +135,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
                 Path(save_dir), name, client_state, latest=save_latest, no_frozen=exclude_frozen_parameters
             )
             return True
+        self._nvme_saver.prepare_folder(Path(save_dir))
         self._nvme_peers.run(lambda: self._before_stock_save(Path(save_dir) / name), "start of the save")
         super().save_checkpoint(  # type: ignore[misc]
             save_dir,
@@ -142,6 +159,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         if supported.is_zero3(self):
             quiesce.accumulation(self)
         if layout.valid_tag(folder.name) and self._nvme_saver.publishes():
+            self._nvme_saver.own(folder.parent)
             # First: without it the rest is no checkpoint.
             seam.current().remove_tree(folder / layout.manifest())
             for name in (layout.RECORDS, layout.SWAP, layout.PARAMS):
@@ -192,6 +210,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
             peers.run(self._nvme_files.thaw_all, "preparation of the load")
             return self._load_stock(load_dir, tag, None, wanted, custom_load_fn)
         self._nvme_saver.wait()
+        self._nvme_saver.wait_for_rotation()
         peers.run(lambda: self._mend(Path(load_dir)), "look at the checkpoint folder")
         name = self._choose(Path(load_dir), tag)
         if name is None or not supported.is_zero3(self):
@@ -240,9 +259,20 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         return None
 
     def _mend(self, load_dir: Path) -> None:
-        if self._nvme_saver.publishes():
+        """Give checkpoints back their names; one of the ranks that see the folder does it, unless a job saves there."""
+        if not commit.lost(load_dir):
+            return
+        try:
+            lock = locks.take(
+                load_dir / layout.WRITER_LOCK, f"the save folder {load_dir}", hint="wait for it"
+            )
+        except LockedError:
+            return
+        try:
             for tag in commit.mend(load_dir):
                 log.warning("%s was being replaced when a save died: put back", load_dir / tag)
+        finally:
+            lock.close()
 
     def _stock_can_load(self, folder: Path) -> bool:
         """Leave the load to DeepSpeed: state it keeps on the accelerator alone, saved by itself."""
@@ -350,6 +380,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
             super().destroy()  # type: ignore[misc]
         finally:
             self._nvme_files.close()
+            self._nvme_saver.close()
 
     def _load_stock(
         self, load_dir: str, tag: str | int | None, name: str | None, wanted: Wanted, custom_load_fn: Any

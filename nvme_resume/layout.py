@@ -73,9 +73,19 @@ def private_root(swap_folder: Path) -> Path:
     return swap_folder.parent.parent / PRIVATE
 
 
-def swap_lock(nvme_path: Path, rank: int) -> Path:
-    """The lock file of whoever swaps a rank's tensors below ``nvme_path``."""
-    return nvme_path / "zero_stage_3" / PRIVATE / f"rank{rank}{OWNER_LOCK}"
+def swap_lock(swap_folder: Path) -> Path:
+    """The lock file of whoever swaps a rank's tensors below an ``nvme_path``."""
+    return private_root(swap_folder) / f"{swap_folder.name}{OWNER_LOCK}"
+
+
+def intruder(swap_folder: Path) -> Path:
+    """The note of a job that wrote to a swap folder of another before it was refused."""
+    return private_root(swap_folder) / f"{swap_folder.name}{INTRUDER}"
+
+
+def swap_folder(nvme_path: Path, rank: int) -> Path:
+    """Where DeepSpeed swaps a rank's optimizer state (0.19.8, ``optimizer_utils.py``)."""
+    return nvme_path / "zero_stage_3" / "optimizer" / f"rank{rank}"
 
 
 def seal(rank: int) -> str:

@@ -1,8 +1,8 @@
 """One owner of a folder at a time, the process that holds a lock file in it.
 
-The kernel drops the lock when that process ends, however it ends; a note beside it says who it is.  filelock, because it
-knows what locks are on each system, and lets go in forked children.  On a file system without locks it falls back to a
-marker file that names host and pid.  Engines of one process share what the process holds.
+The kernel drops the lock when that process ends, however it ends; a note beside it says who it is.  filelock, because
+it knows what locks are on each system, and lets go in forked children.  On a file system without locks it falls back to
+a marker file that names host and pid.  Engines of one process share what the process holds.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ _mutex = threading.Lock()
 _held: dict[str, _Held] = {}  # by absolute path of the lock file
 
 
-def whoami() -> dict[str, str]:
-    """What a lock's note says of this process: host, pid, command, since when."""
-    return {
+def note() -> bytes:
+    """What a note says of this process: host, pid, command, time."""
+    facts = {
         "host": socket.gethostname(),
-        "pid": str(os.getpid()),
+        "pid": os.getpid(),
         "command": " ".join(sys.orig_argv)[:400],
         "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+    return json.dumps(facts).encode()
 
 
 def owner(path: Path) -> str:
@@ -52,10 +53,10 @@ def owner(path: Path) -> str:
     return describe(_note(path))
 
 
-def describe(note: Path) -> str:
-    """In words, who wrote a note."""
+def describe(path: Path) -> str:
+    """In words, who wrote the note ``path``."""
     try:
-        said = json.loads(seam.current().read(note, _MAX_NOTE_BYTES))
+        said = json.loads(seam.current().read(path, _MAX_NOTE_BYTES))
         return f"process {said['pid']} on {said['host']} since {said['since']} ({said['command']})"
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return "a process that left no note"
@@ -104,10 +105,9 @@ def take(path: Path, what: str, *, hint: str) -> Lock:
                     hint=hint,
                 ) from None
             held = _held[key] = _Held(lock, os.getpid())
-            note = _note(path)
             with contextlib.suppress(OSError):
-                seam.current().remove_tree(note)
-                seam.current().write(note, json.dumps(whoami()).encode(), sync=False)
+                seam.current().remove_tree(_note(path))
+                seam.current().write(_note(path), note(), sync=False)
         held.holders += 1
     return Lock(Path(key))
 

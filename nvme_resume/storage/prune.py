@@ -40,8 +40,12 @@ def remove(save_dir: Path, tag: str) -> None:
     """Remove one checkpoint at once: after a crash at any instant it is whole, or no checkpoint at all."""
     disk = seam.current()
     folder = save_dir / layout.staging(tag, f"{uuid.uuid4().hex[:12]}.removed")
-    disk.rename(save_dir / tag, folder)
-    # Before its files go: a power failure must not bring back the name of a folder that is half empty.
-    disk.sync_folder(save_dir)
-    with contextlib.suppress(OSError):  # it is gone already; the next save removes what is left
-        disk.remove_tree(folder)
+    catalog.under_way.add(folder)  # a save of this process must not take it for a dead one's
+    try:
+        disk.rename(save_dir / tag, folder)
+        # Before its files go: a power failure must not bring back the name of a folder that is half empty.
+        disk.sync_folder(save_dir)
+        with contextlib.suppress(OSError):  # it is gone already; the next save removes what is left
+            disk.remove_tree(folder)
+    finally:
+        catalog.under_way.discard(folder)

@@ -340,7 +340,7 @@ class Restore:
         public = swap_file(self.engine, index, MASTER)
         linked = self._stager.linked.get(public)
         known = None if linked is None else self.checkpoint.seals(linked[0]).get(linked[1])
-        if known is None or linked is None or self.options.verify == "structure":
+        if known is None or linked is None or self.options.verify in ("structure", "sampled"):
             self._cast_sub_group(index)
             self._cast.append(index)
             return
