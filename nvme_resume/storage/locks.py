@@ -62,6 +62,19 @@ def describe(path: Path) -> str:
         return "a process that left no note"
 
 
+def is_held(path: Path) -> bool:
+    """Does a living process hold the lock file ``path``?"""
+    if not path.exists():
+        return False
+    try:
+        take(path, str(path), hint="").close()
+    except LockedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 class Lock:
     """One claim on a lock file; ``close`` gives it back, and the end of the process does."""
 

@@ -49,7 +49,7 @@ def test_folders_on_one_file_system_are_added_up(tmp_path: Path) -> None:
 def test_inodes_run_out_too() -> None:
     ranks = [[need("a", 1, 1, 225, 19)], [need("a", 1, 1, 225, 19)]]
     room.refuse_too_little(ranks[:1], "x", tag="t")
-    with pytest.raises(NoSpaceError, match="too few inodes for x .*20 free for 2 ranks of a, found 19"):
+    with pytest.raises(NoSpaceError, match=r"too few inodes for x .*20 free for 2 ranks of a, found 19"):
         room.refuse_too_little(ranks, "x", tag="t")
 
 
