@@ -4,12 +4,13 @@ export NVME_RESUME_VENV ?= $(CURDIR)/.venv
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.ops
 RUN = scripts/run
 
-.PHONY: help setup check test test-matrix lint sanitize bench clean
+.PHONY: help setup check test test-matrix torture lint sanitize bench clean
 
 help:
 	@echo "make check        install, then compare an uninterrupted run with a resumed one (and plain DeepSpeed)"
 	@echo "make test         install, then lint, types, import contract, all fast tests"
 	@echo "make test-matrix  all pairs of settings, file systems, random sequences (about 40 minutes on two cores)"
+	@echo "make torture      kill -9 at 2,000 points of saves, loads and prunes (about half an hour on two cores)"
 	@echo "make lint         lint, formats, types, import contract"
 	@echo "make sanitize     the native copier under ASan, UBSan and TSan"
 	@echo "make bench        saves, loads and copies beside plain DeepSpeed, fio, cp, rsync (under 10 minutes)"
@@ -28,6 +29,9 @@ test: setup
 test-matrix: setup
 	@$(RUN) python -m pytest -m matrix
 
+torture: setup
+	@$(RUN) python -m tests.torture.run --points 2000 --out torture.json
+
 lint: setup
 	@$(RUN) scripts/lint
 
@@ -38,4 +42,4 @@ bench: setup
 	@$(RUN) python -m benchmarks.run
 
 clean:
-	rm -rf .venv .ops build *.egg-info nvme_resume/*.so check-*
+	rm -rf .venv .ops build *.egg-info nvme_resume/*.so check-* torture.json

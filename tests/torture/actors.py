@@ -19,7 +19,7 @@ def save(engine: Any, folder: Path, tag: str, micro: int) -> None:
 
 
 def make_base(scenario: Scenario, folder: Path, rank: int) -> dict[str, Any]:
-    """One uninterrupted run that saves t1 and t2; state and next loss after every step, which is what must come back."""
+    """One uninterrupted run that saves t1 and t2; its states and losses are what must come back."""
     training.WIDTH = scenario.width
     case = scenario.case(str(folder / "nvme"), seed=1) | {"nvme_checkpoint": {}}
     engine = training.make_engine(case)
@@ -44,9 +44,9 @@ def victim(scenario: Scenario, folder: Path, rank: int, armed_rank: int, trap: T
     armed: Armed | None = None
     if scenario.armed_at == "start":
         armed = Armed(mine, folder / "where", exchanges=scenario.exchanges)
-    engine = training.make_engine(case)
     start, where = time.monotonic(), "loading"
     try:
+        engine = training.make_engine(case)
         _, state = engine.load_checkpoint(str(folder / "ck"))
         micro = int(state["micro"])
         if scenario.tag is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import filecmp
 import json
-from collections.abc import Iterable
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,12 @@ def older_ones(scenario: Scenario, base: Path, folder: Path) -> list[str]:
     save_dir = folder / "ck"
     wrong = []
     kept = scenario.options.get("keep_last")
-    for tag, newer in ((OLDER, 2), (OLD, 1)):
+    there = [tag for tag in (OLDER, OLD, NEW, AFTER) if checkpoint_id(save_dir, tag) is not None]
+    for tag, newer in ((OLDER, {OLD, NEW, AFTER}), (OLD, {NEW, AFTER})):
         if tag == scenario.tag:
             continue  # being replaced: what is loaded tells
         if not (save_dir / tag).is_dir():
-            may_go = kept is not None and kept <= newer and latest(save_dir) in (NEW, AFTER)
-            if not may_go:
+            if kept is None or len(newer & set(there)) < kept or latest(save_dir) not in (NEW, AFTER):
                 wrong.append(f"{tag} is gone")
             continue
         wrong += [f"{tag}/{name} differs" for name in _changed(base / "ck" / tag, save_dir / tag)]
@@ -67,6 +68,25 @@ def _changed(before: Path, now: Path) -> Iterable[str]:
         relative = path.relative_to(before)
         if not (now / relative).is_file() or not filecmp.cmp(path, now / relative, shallow=False):
             yield str(relative)
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+# Harm that all of this must notice: done after a death, as a test of the test.
+HARM: dict[str, Callable[[Path], None]] = {
+    "a bit of the newest checkpoint": lambda save_dir: _flip(
+        next((save_dir / OLD / "offloaded_tensors" / "rank00").glob("[0-9]*.swp"))
+    ),
+    "a bit of the older checkpoint": lambda save_dir: _flip(
+        next((save_dir / OLDER / "offloaded_tensors" / "rank00").glob("exp_avg-*.swp"))
+    ),
+    "the newest checkpoint gone": lambda save_dir: shutil.rmtree(save_dir / OLD),
+    "the older checkpoint gone": lambda save_dir: shutil.rmtree(save_dir / OLDER),
+}
 
 
 def left_behind(folder: Path, alive: set[int]) -> list[str]:

@@ -18,6 +18,7 @@ class Point:
     rank: int
     trap: Trap
     operation: str = ""  # as the counting run saw it
+    harm: str = ""  # done afterwards, which must be noticed (``evidence.HARM``)
 
     def plain(self) -> dict[str, Any]:
         """For reports."""
@@ -26,6 +27,7 @@ class Point:
             "rank": self.rank,
             **asdict(self.trap),
             "operation": self.operation,
+            "harm": self.harm,
         }
 
 
