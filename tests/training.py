@@ -95,6 +95,8 @@ def ds_config(case: dict[str, Any]) -> dict[str, Any]:
         "steps_per_print": 10**9,
         "nvme_checkpoint": case["nvme_checkpoint"],
     }
+    if case["node_local"]:
+        config["checkpoint"] = {"use_node_local_storage": True}
     if case["dtype"] == "bf16":
         config["bf16"] = {"enabled": True}
     if case["optimizer_from_code"]:
@@ -266,6 +268,12 @@ def train(case: dict[str, Any], engine: Any, rank: int, start: int, until: int) 
 def main(path: str) -> None:
     case = json.loads(Path(path).read_text())
     rank = int(os.environ["RANK"])
+    if case["nodes"]:
+        os.environ["LOCAL_RANK"] = "0"
+    if case["private"]:
+        node = Path(case["private"], f"node{rank}")
+        node.mkdir(parents=True, exist_ok=True)
+        os.chdir(node)
     import torch
 
     torch.set_num_threads(1)
