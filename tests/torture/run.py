@@ -238,6 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--minutes", type=float, default=0, help="begin no point after that; 0: no limit")
     parser.add_argument("--only", default="", help="scenarios whose name contains this")
+    parser.add_argument("--call", default="", help="calls that contain this, as in 'rename t3/'")
     parser.add_argument("--native", type=int, default=0, help="calls of the copier to try, not counted first")
     parser.add_argument(
         "--dir", type=Path, default=None, help="where to work (default: the temporary folder)"
@@ -251,6 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work = Path(tempfile.mkdtemp(prefix="torture-", dir=options.dir))
     try:
         points = plan(chosen, work, options.jobs, options.native)
+        points = [p for p in points if options.call in p.operation]
         taken = spread(points, options.points or len(points), options.seed)
         planned = time.monotonic() - start
         print(
