@@ -28,15 +28,23 @@ def write_late(folder: Path, relative: str, record: Record) -> None:
     disk = seam.current()
     path = folder / relative
     # Two runs may have loaded the same checkpoint and add the same seal.
-    temporary = path.with_name(f"{layout.STAGING_PREFIX}{path.name}.{uuid.uuid4().hex[:12]}")
+    prefix = f"{layout.STAGING_PREFIX}{path.name}."
+    temporary = path.with_name(f"{prefix}{uuid.uuid4().hex[:12]}")
     try:
         disk.write(temporary, manifest.encode(record))
         disk.rename(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):
             disk.remove_tree(temporary)
-        raise
+        if not path.exists():
+            raise
+        return  # the other run was faster, and has removed ours
     disk.sync_folder(path.parent)
+    with contextlib.suppress(OSError):
+        # What a run that died left.  One that lives does not need its file any more.
+        for name in disk.names(path.parent):
+            if name.startswith(prefix):
+                disk.remove_tree(path.with_name(name))
 
 
 def read(folder: Path, relative: str, kind: type[R]) -> R:
