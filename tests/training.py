@@ -148,7 +148,9 @@ def make_engine(case: dict[str, Any]) -> Any:
     config = ds_config(case)
     # Other things built in the process shift DeepSpeed's parameter ids.
     context: Any = contextlib.nullcontext()
-    if case["zero_init"]:
+    # On a CPU without fp16 DeepSpeed 0.19.8 makes bf16 parameters of fp32 ones when it has to partition them for NVMe by
+    # itself (partition_parameters.py::_set_dtype ignores the dtype it is given).
+    if case["zero_init"] or (case["dtype"] == "fp32" and case["offload_param"] == "nvme"):
         context = deepspeed.zero.Init(config_dict_or_path=config)
     with context:
         model = build_model(case)
