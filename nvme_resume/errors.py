@@ -129,7 +129,7 @@ def from_os_error(error: OSError, during: str) -> NvmeResumeError:
     operation = getattr(error, "operation", None)
     message = f"{during}: {operation or 'input/output'} failed: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return NoSpaceError(message, path=path, offset=offset, hint="free some space and save again")
+        return NoSpaceError(message, path=path, offset=offset, hint="free some space, then try again")
     if operation in ("read", "open") and error.errno in (errno.ENOENT, errno.EIO, errno.ENODATA, errno.ELOOP):
         return CorruptError(message, path=path, offset=offset, hint="load an older tag by its name")
     return StorageError(message, path=path, offset=offset, hint="look at the disk, then try again")

@@ -15,13 +15,15 @@ INCOMPLETE = (
     "checkpoint-is-incomplete.txt"  # Hugging Face's mark of a just-in-time checkpoint that was cut short
 )
 
+LONGEST_LATEST = 4096  # bytes
+
 
 def read_latest(save_dir: Path) -> str | None:
     """The tag that ``latest`` names, or None when there is no such file."""
     path = save_dir / layout.LATEST
     if not path.is_file():
         return None
-    return seam.current().read(path, 4096).decode("utf-8", "replace").strip()
+    return seam.current().read(path, LONGEST_LATEST).decode("utf-8", "replace").strip()
 
 
 def tags(save_dir: Path) -> list[str]:

@@ -95,7 +95,8 @@ def add(
     try:
         seal = take(folder.path, record, options, known=known, gate=gate)
         records.write_late(folder.path, layout.seal(record.rank), seal)
-    except (NvmeResumeError, OSError):
+    except (NvmeResumeError, OSError) as error:
+        _say_where(error, folder.path)
         # Is somebody removing the folder, file by file?  Then the manifest goes, too, in a moment.
         deadline = time.monotonic() + _DELETION_SECONDS
         while folder.is_checkpoint():
@@ -104,3 +105,12 @@ def add(
             time.sleep(0.1)
     finally:
         folder.close()
+
+
+def _say_where(error: NvmeResumeError | OSError, held: Path) -> None:
+    """Name the folder in an error, not the descriptor it is held by."""
+    if isinstance(error, OSError):
+        if isinstance(error.filename, str):
+            error.filename = error.filename.replace(str(held), str(held.resolve()), 1)
+    elif error.path is not None:
+        error.path = error.path.replace(str(held), str(held.resolve()), 1)
