@@ -48,6 +48,7 @@ def take(
     known: Mapping[str, FileSeal] | None = None,
     gate: Gate | None = None,
     show: bool = False,
+    committed: bool = False,
 ) -> Seal:
     """Hash the files that ``known`` does not have and put the seal together.
 
@@ -58,7 +59,9 @@ def take(
     where = {"rank": record.rank, "tag": record.tag}
     paths = [verify.path_of(folder, name, rank=record.rank, tag=record.tag) for name in missing]
     copies = [transfer.Copy(path) for path in paths]
-    found = transfer.run(copies, options, what=f"seal {record.tag}", sync=False, gate=gate, show=show)
+    found = transfer.run(
+        copies, options, what=f"seal {record.tag}", sync=False, gate=gate, show=show, live=not committed
+    )
     for name, path, seal in zip(missing, paths, found, strict=True):
         listed = record.files[name]
         verify.check_untouched(path, listed, rank=record.rank, tag=record.tag)
@@ -93,7 +96,7 @@ def add(
 ) -> None:
     """Seal a committed checkpoint; closes ``folder``.  Silent when the checkpoint was deleted meanwhile."""
     try:
-        seal = take(folder.path, record, options, known=known, gate=gate)
+        seal = take(folder.path, record, options, known=known, gate=gate, committed=True)
         records.write_late(folder.path, layout.seal(record.rank), seal)
     except (NvmeResumeError, OSError) as error:
         _say_where(error, folder.path)

@@ -74,6 +74,42 @@ class Forge:
             "ranks": [{"rank": r, "host": "h", "record": "", "extras": ""} for r in range(world_size)],
         }  # fmt: skip
 
+    @classmethod
+    def of(cls, folder: Path) -> Forge:
+        """The records of a checkpoint that is there, to be written over it."""
+        forge = cls.__new__(cls)
+        forge.tag, forge.files = folder.name, {}
+
+        def body(name: str) -> Any:
+            return json.loads((folder / name).read_bytes())["body"]
+
+        forge.manifest = body(layout.manifest())
+        ranks = range(forge.manifest["world_size"])
+        forge.records = {r: body(layout.rank_record(r)) for r in ranks}
+        forge.extras = {r: body(layout.extras(r)) for r in ranks}
+        forge.seals = {r: body(layout.seal(r)) for r in ranks}
+        for rank in ranks:
+            forge.seals[rank]["record_digest"] = ""
+            forge.manifest["ranks"][rank] |= {"record": "", "extras": ""}
+        return forge
+
+    def rename(self, old: str, new: str, rank: int = 0) -> None:
+        """Call a file of rank 0 something else, in all records."""
+        for listed in (self.records[rank]["files"], self.seals[rank]["files"]):
+            if old in listed:
+                listed[new] = listed.pop(old)
+        for group in self.records[rank]["sub_groups"]:
+            for tensor in group["tensors"]:
+                if tensor["file"] == old:
+                    tensor["file"] = new
+        for key in ("optim_file", "model_file"):
+            if self.records[rank][key] == old:
+                self.records[rank][key] = new
+
+    def swap_file(self, number: int = 0) -> str:
+        """A swap file of rank 0."""
+        return str(self.records[0]["sub_groups"][0]["tensors"][number]["file"])
+
     def _record(self, identity: str, rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
         tensors = [
             {
@@ -120,7 +156,9 @@ class Forge:
             written[layout.extras(rank)] = envelope("extras", self.extras[rank])
             written[layout.seal(rank)] = envelope("seal", self.seals[rank])
         for name, data in written.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(data)
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # it may be a link to a sound one
+            path.write_bytes(data)
         (save_dir / layout.LATEST).write_text(self.tag)
         return folder

@@ -11,6 +11,7 @@ import errno
 import itertools
 import json
 import os
+import resource
 import shutil
 import sys
 import threading
@@ -76,6 +77,56 @@ class FaultyDisk(seam.Disk):
             raise OSError(self.code, os.strerror(self.code), path)
 
         return call
+
+
+class FillingDisk(seam.Disk):
+    """Before the first call of one method somebody else takes all the room that is left."""
+
+    def __init__(self, point: str, filler: Path) -> None:
+        self.point = point
+        self.filler = filler
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name == "point" or name != self.point or self.filler.exists():
+            return found
+        real = found
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            answer = real(*args, **kwargs) if name == "free_bytes" else None  # asked, and then taken away
+            fill(self.filler)
+            return answer if name == "free_bytes" else real(*args, **kwargs)
+
+        return call
+
+
+def fill(filler: Path) -> None:
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * (1 << 20))
+
+
+@contextlib.contextmanager
+def filled(point: str, folder: Path) -> Iterator[None]:
+    filler = folder / "filler"
+    if point == "preflight":
+        fill(filler)
+    try:
+        with seam.replaced(FillingDisk(point, filler)):
+            yield
+        assert filler.exists(), f"no call of {point}"
+    finally:
+        filler.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def limited(nbytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def contents(folder: Path) -> dict[str, Any]:
@@ -154,8 +205,8 @@ class Session:
         report["next"] = self.attempt(self.save, f"good{self.turn}") or self.attempt(
             self.engine.wait_for_checkpoint
         )
-        # Back to the committed one where the fault was overcome; every so often to the one saved without a fault.
-        target = f"good{self.turn}" if error or self.turn % 2 else tag
+        # Back to the one that was committed in spite of the fault, or to the one after it; by turns.
+        target = tag if report["committed"] and self.turn % 2 else f"good{self.turn}"
         report["load"] = self.attempt(self.load, target)
         self.train()
         report["at_rest"] = self.attempt(self.engine.wait_for_checkpoint)
@@ -205,6 +256,12 @@ def main(path: str) -> None:
         for fault in case["native"]:
             report = one(native_fault(tuple(fault)))
             result["rounds"].append({"fault": fault, **report})
+        for point in case.get("fill", []):
+            report = one(filled(point, Path(case["save_dir"]).parent))
+            result["rounds"].append({"fault": ["fill", point, errno.ENOSPC], **report})
+        for nbytes in case.get("limits", []):
+            report = one(limited(nbytes))
+            result["rounds"].append({"fault": ["limit", nbytes, errno.EFBIG], **report})
         turn = case["first"]
         while case["stride"]:
             code = next(codes)
