@@ -23,10 +23,11 @@ class Options(BaseModel):
 
     enabled: bool = Field(True, description="false is the same as leaving the key out")
     rng: bool = Field(True, description="save and restore random states (python, numpy, torch, accelerator)")
-    verify: Literal["background", "full", "structure"] = Field(
+    verify: Literal["background", "full", "sampled", "structure"] = Field(
         "background",
         description="what a load checks: every byte, those of adopted files while they are read or before the first "
-        "step touches them; every byte before anything is touched; or records and sizes only",
+        "step touches them; every byte before anything is touched; some 4 MiB chunks of every file; or records and "
+        "sizes only",
     )
     method: Literal["auto", "link", "reflink", "server", "direct"] = Field(
         "auto",
@@ -45,6 +46,9 @@ class Options(BaseModel):
     )
     exit_seconds: float = Field(
         60.0, ge=0, description="how long the end of the process waits for hashes that are still being taken"
+    )
+    keep_last: int | None = Field(
+        None, ge=1, description="after each save, remove complete checkpoints beyond the newest that many"
     )
     timeout_seconds: float = Field(1800.0, gt=0, description="how long a rank waits for the others")
     engine: Literal["auto", "threads", "libaio"] = Field("auto", description="how the copier queues its I/O")

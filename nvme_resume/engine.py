@@ -7,17 +7,24 @@ business, how files become durable is ``storage``'s.
 from __future__ import annotations
 
 import atexit
-import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nvme_resume import config, layout, logs, manifest
 from nvme_resume.config import Options
-from nvme_resume.errors import ConfigError, CorruptError, NoCheckpointError, NvmeResumeError, PeerError
+from nvme_resume.errors import (
+    ConfigError,
+    CorruptError,
+    LockedError,
+    NoCheckpointError,
+    NvmeResumeError,
+    PeerError,
+)
 from nvme_resume.peers import Peers
 from nvme_resume.save import Saver
-from nvme_resume.storage import catalog, commit, records, room
+from nvme_resume.storage import catalog, commit, locks, records, room
 from nvme_resume.storage import disk as seam
 from nvme_resume.storage.background import Background, Task
 from nvme_resume.storage.snapshot import SwapFiles
@@ -81,15 +88,24 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
                 supported.version(),
                 ", ".join(supported.TESTED_DEEPSPEED),
             )
-        engine.__dict__["_nvme_options"] = options
-        engine.__dict__["_nvme_peers"] = peers = Peers(options.timeout_seconds)
-        engine.__dict__["_nvme_files"] = files = SwapFiles(options)
-        engine.__dict__["_nvme_work"] = work = Background()
-        engine.__dict__["_nvme_saver"] = Saver(engine, options, peers, files, work)
-        engine.__dict__["_nvme_checks"] = None
+        peers, files, work = Peers(options.timeout_seconds), SwapFiles(options), Background()
         if supported.uses_nvme(engine):
-            redirect.install(engine, files, work.gate)
+            try:
+                peers.run(lambda: redirect.install(engine, files, work.gate), "start")
+            except NvmeResumeError:
+                files.close()
+                raise
             atexit.register(files.close)
+        saver = Saver(engine, options, peers, files, work)
+        atexit.register(saver.close)
+        engine.__dict__.update(
+            _nvme_options=options,
+            _nvme_peers=peers,
+            _nvme_files=files,
+            _nvme_work=work,
+            _nvme_saver=saver,
+            _nvme_checks=None,
+        )
         base = type(engine)
         engine.__class__ = type(f"NvmeResume{base.__name__}", (cls, base), {"__module__": base.__module__})
         adam.watch(engine)
@@ -119,6 +135,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
                 Path(save_dir), name, client_state, latest=save_latest, no_frozen=exclude_frozen_parameters
             )
             return True
+        self._nvme_saver.prepare_folder(Path(save_dir))
         self._nvme_peers.run(lambda: self._before_stock_save(Path(save_dir) / name), "start of the save")
         super().save_checkpoint(  # type: ignore[misc]
             save_dir,
@@ -142,6 +159,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         if supported.is_zero3(self):
             quiesce.accumulation(self)
         if layout.valid_tag(folder.name) and self._nvme_saver.publishes():
+            self._nvme_saver.own(folder.parent)
             # First: without it the rest is no checkpoint.
             seam.current().remove_tree(folder / layout.manifest())
             for name in (layout.RECORDS, layout.SWAP, layout.PARAMS):
@@ -192,32 +210,55 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
             peers.run(self._nvme_files.thaw_all, "preparation of the load")
             return self._load_stock(load_dir, tag, None, wanted, custom_load_fn)
         self._nvme_saver.wait()
+        self._nvme_saver.wait_for_rotation()
         peers.run(lambda: self._mend(Path(load_dir)), "look at the checkpoint folder")
-        name = self._choose(Path(load_dir), tag)
-        if name is None or not supported.is_zero3(self):
-            return self._load_stock(load_dir, name, name, wanted, custom_load_fn)
-        folder = Path(load_dir) / name
-        if self._stock_can_load(folder):
-            return self._load_stock(load_dir, name, name, wanted, custom_load_fn)
-        return self._load(folder, wanted, custom_load_fn)
+        damaged: dict[str, CorruptError] = {}  # what looked complete and was not what had been saved
+        while True:
+            try:
+                name = self._choose(Path(load_dir), tag, damaged)
+            except NvmeResumeError:
+                for first in damaged.values():
+                    raise first from None  # nothing else is there
+                raise
+            if name is None or not supported.is_zero3(self):
+                return self._load_stock(load_dir, name, name, wanted, custom_load_fn)
+            folder = Path(load_dir) / name
+            if self._stock_can_load(folder):
+                return self._load_stock(load_dir, name, name, wanted, custom_load_fn)
+            try:
+                restore = self._open(folder, wanted)
+            except CorruptError as error:
+                if tag is not None:
+                    raise
+                damaged[name] = error
+                continue
+            return self._finish(restore, wanted, custom_load_fn)
 
-    def _choose(self, load_dir: Path, tag: str | int | None) -> str | None:
+    def _choose(
+        self, load_dir: Path, tag: str | int | None, damaged: Mapping[str, CorruptError]
+    ) -> str | None:
         """The tag to load, the same on all ranks; None when the folder holds no checkpoint.
 
         An explicit tag: that one or an error.  Else the one ``latest`` names if it is complete on every rank, else the
-        newest of ours that is, saying what was skipped and why.
+        newest of ours that is, saying what was skipped and why.  ``damaged``: tags that were tried already.
         """
+
+        def known(found: list[catalog.Entry]) -> list[catalog.Entry]:
+            return [e._replace(problem=str(damaged[e.tag])) if e.tag in damaged else e for e in found]
+
         peers = self._nvme_peers
-        share = (peers.rank, peers.world_size)
+        share = catalog.share_of(peers.rank, peers.world_size)
         if tag is not None:
             named: list[str] = peers.run(lambda: catalog.explicit(load_dir, tag), "choice of the checkpoint")
             peers.agree(named, "tag")
             return named[0]
         firsts = peers.run(lambda: catalog.latest(load_dir, share), "choice of the checkpoint")
-        first = catalog.combine([[e] if e else [] for e in firsts])
+        first = known(catalog.combine([[e] if e else [] for e in firsts]))
         if first and first[0].problem is None:
             return first[0].tag
-        rest = catalog.combine(peers.run(lambda: catalog.others(load_dir, share), "choice of the checkpoint"))
+        rest = known(
+            catalog.combine(peers.run(lambda: catalog.others(load_dir, share), "choice of the checkpoint"))
+        )
         good = next((e for e in rest if e.problem is None), None)
         if good is not None:
             named_first = {e.tag for e in first}
@@ -240,9 +281,20 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         return None
 
     def _mend(self, load_dir: Path) -> None:
-        if self._nvme_saver.publishes():
+        """Give checkpoints back their names; one of the ranks that see the folder does it, unless a job saves there."""
+        if not commit.lost(load_dir):
+            return
+        try:
+            lock = locks.take(
+                load_dir / layout.WRITER_LOCK, f"the save folder {load_dir}", hint="wait for it"
+            )
+        except LockedError:
+            return
+        try:
             for tag in commit.mend(load_dir):
                 log.warning("%s was being replaced when a save died: put back", load_dir / tag)
+        finally:
+            lock.close()
 
     def _stock_can_load(self, folder: Path) -> bool:
         """Leave the load to DeepSpeed: state it keeps on the accelerator alone, saved by itself."""
@@ -252,15 +304,14 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         saved_ranks = len(list(folder.glob("*_optim_states.pt")))
         return not swapped and saved_ranks == self._nvme_peers.world_size
 
-    def _load(self, folder: Path, wanted: Wanted, custom_load_fn: Any) -> tuple[str | None, Any]:
+    def _open(self, folder: Path, wanted: Wanted) -> Restore:
+        """Check, copy and adopt what a checkpoint swaps; on an error everything is as it was, on every rank."""
         peers = self._nvme_peers
-        start = time.monotonic()
         box: list[Restore] = []
-        old_checks = self._nvme_checks or []
 
         def prepare() -> list[dict[str, Any]]:
             # They read files that this load may replace; what they find counts until it has.
-            self._nvme_work.wait_for(old_checks)
+            self._nvme_work.wait_for(self._nvme_checks or [])
             job = Restore(
                 self, folder, self._nvme_options, peers.rank, peers.world_size, wanted, self._nvme_files
             )
@@ -276,11 +327,26 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
                 job.discard()
             raise
         restore = box[0]
-        answer: list[tuple[Any, Any]] = []
 
         def adopt() -> None:
             stock_loader.before(self)
             restore.adopt()
+
+        try:
+            peers.run(adopt, "restore of the weights")
+        except BaseException as error:
+            if isinstance(error, NvmeResumeError):
+                restore.go_back()
+            restore.discard()
+            if isinstance(error, NvmeResumeError) and not isinstance(error, PeerError):
+                stock_loader.after(self)
+            raise
+        return restore
+
+    def _finish(self, restore: Restore, wanted: Wanted, custom_load_fn: Any) -> tuple[str | None, Any]:
+        """The rest of the state, which nothing is known to be wrong with."""
+        peers, folder = self._nvme_peers, restore.checkpoint.folder
+        answer: list[tuple[Any, Any]] = []
 
         def apply() -> None:
             answer.append(stock_loader.load(self, folder, restore.saved_rank, wanted, custom_load_fn))
@@ -288,25 +354,18 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
             restore.restore_rng()
 
         try:
-            try:
-                peers.run(adopt, "restore of the weights")
-            except NvmeResumeError as error:
-                restore.go_back()
-                if not isinstance(error, PeerError):
-                    stock_loader.after(self)
-                raise
             peers.run(apply, "restore")
         finally:
             restore.discard()
         stock_loader.after(self)
-        self._nvme_work.drop(old_checks)
+        self._nvme_work.drop(self._nvme_checks or [])
         self._verify_behind(restore)
         if peers.rank == 0:
             log.info(
                 "resumed %s at step %d in %.2f s%s",
                 folder,
                 self.global_steps,
-                time.monotonic() - start,
+                restore.seconds(),
                 restore.remark(),
             )
         return answer[0]
@@ -350,6 +409,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
             super().destroy()  # type: ignore[misc]
         finally:
             self._nvme_files.close()
+            self._nvme_saver.close()
 
     def _load_stock(
         self, load_dir: str, tag: str | int | None, name: str | None, wanted: Wanted, custom_load_fn: Any

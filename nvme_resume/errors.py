@@ -104,6 +104,12 @@ class NoCheckpointError(NvmeResumeError):
     exit_code = 10
 
 
+class LockedError(NvmeResumeError):
+    """Another job owns the swap folder or the checkpoint folder."""
+
+    exit_code = 11
+
+
 class CorruptError(NvmeResumeError):
     """A file or record of the checkpoint is not what was saved."""
 

@@ -6,13 +6,24 @@ The one thing patched is the function ``deepspeed.initialize``; engines whose co
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import deepspeed
+import torch.distributed as dist
 
 from nvme_resume import config, ops
 from nvme_resume.engine import NvmeResumeEngine
+from nvme_resume.errors import LockedError
+from nvme_resume.peers import Peers
+from nvme_resume.storage import locks, snapshot
+from nvme_resume.zero3 import supported
 
 _MARK = "_nvme_resume_original"
 
@@ -26,10 +37,13 @@ def install() -> None:
 
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
-        engine, *rest = original(*args, **kwargs)
-        if config.parse(engine.config.get(config.KEY)) is not None:
-            engine = NvmeResumeEngine.wrap(engine)
-        return (engine, *rest)
+        with contextlib.ExitStack() as claims:
+            for lock in _claim(original, args, kwargs):
+                claims.callback(lock.close)
+            engine, *rest = original(*args, **kwargs)
+            if config.parse(engine.config.get(config.KEY)) is not None:
+                engine = NvmeResumeEngine.wrap(engine)
+            return (engine, *rest)
 
     setattr(initialize, _MARK, original)
     deepspeed.initialize = initialize
@@ -38,3 +52,47 @@ def install() -> None:
 def uninstall() -> None:
     """Undo ``install``."""
     deepspeed.initialize = getattr(deepspeed.initialize, _MARK, deepspeed.initialize)
+
+
+def _claim(original: Callable[..., Any], args: Any, kwargs: Any) -> list[locks.Lock]:
+    """Own the swap folders before DeepSpeed writes there.  LockedError, on all ranks if they know each other yet."""
+    settings = _settings(original, args, kwargs)
+    if config.parse(settings.get(config.KEY)) is None:
+        return []
+    started = dist.is_available() and dist.is_initialized()
+    rank = dist.get_rank() if started else int(os.environ.get("RANK", "0"))
+    claims: list[locks.Lock] = []
+
+    def claim() -> None:
+        for folder in supported.swap_folders(settings, rank):
+            # What else may be wrong with the folder is DeepSpeed's to say.
+            with contextlib.suppress(OSError):
+                claims.append(snapshot.claim(folder))
+
+    options = config.parse(settings[config.KEY])
+    try:
+        if started and options is not None:
+            Peers(options.timeout_seconds).run(claim, "start")
+        else:
+            claim()
+    except LockedError:
+        for lock in claims:
+            lock.close()
+        raise
+    return claims
+
+
+def _settings(original: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """The configuration in a call of ``deepspeed.initialize``; empty where it is in no form we know."""
+    try:
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+    except TypeError:
+        return {}
+    value = given.get("config") or given.get("config_params")
+    value = value or getattr(given.get("args"), "deepspeed_config", None)
+    if isinstance(value, (str, os.PathLike)):
+        try:
+            value = json.loads(Path(value).read_bytes())
+        except (OSError, ValueError):
+            return {}
+    return value if isinstance(value, dict) else {}

@@ -17,7 +17,10 @@ MANIFEST = "manifest.json"
 STAGING_PREFIX = ".tmp-"
 RETIRED_PREFIX = ".old-"
 PRIVATE = "nvme_resume"  # beside DeepSpeed's swap folders: swap files under names nobody else opens
-OWNER_LOCK = ".lock"  # suffix: held by the process that owns the private folder of that name
+OWNER_LOCK = ".lock"  # suffix: held by the process that owns the folder of that name
+OWNER_NOTE = ".owner"  # suffix: says in words who holds the lock of that name
+INTRUDER = ".intruder"  # suffix: left by a job that was refused the swap folder after it had written there
+WRITER_LOCK = f".nvme_resume{OWNER_LOCK}"  # in a save folder: held by the job that saves there
 FAILED = "failed"  # suffix of the mark a rank leaves when its part of a background save went wrong
 
 _SWAP_FILE = re.compile(r"^(?:(?P<key>[A-Za-z_]\w*)-)?(?P<first>\d+)_(?P<last>\d+)\.tensor\.swp$")
@@ -68,6 +71,21 @@ def private_root(swap_folder: Path) -> Path:
     all that is in it into its checkpoints and empties the second when it starts (0.19.8).
     """
     return swap_folder.parent.parent / PRIVATE
+
+
+def swap_lock(swap_folder: Path) -> Path:
+    """The lock file of whoever swaps a rank's tensors below an ``nvme_path``."""
+    return private_root(swap_folder) / f"{swap_folder.name}{OWNER_LOCK}"
+
+
+def intruder(swap_folder: Path) -> Path:
+    """The note of a job that wrote to a swap folder of another before it was refused."""
+    return private_root(swap_folder) / f"{swap_folder.name}{INTRUDER}"
+
+
+def swap_folder(nvme_path: Path, rank: int) -> Path:
+    """Where DeepSpeed swaps a rank's optimizer state (0.19.8, ``optimizer_utils.py``)."""
+    return nvme_path / "zero_stage_3" / "optimizer" / f"rank{rank}"
 
 
 def seal(rank: int) -> str:

@@ -84,12 +84,16 @@ def _stale(lock: Path) -> StaleLock | None:
 
 def _on_network(folder: Path) -> bool:
     """Is ``folder`` on a filesystem that other machines may write to?"""
+    return mount_of(folder)[1].startswith(_NETWORK_FILESYSTEMS)
+
+
+def mount_of(folder: Path) -> tuple[Path, str]:
+    """Mount point and kind of the filesystem that holds ``folder`` (kind "" where nobody knows)."""
     folder, kinds = folder.resolve(), {}
     for line in Path("/proc/self/mounts").read_text(errors="surrogateescape").splitlines():
         _, mount, kind, *_ = line.split(" ")
         kinds[Path(mount.replace("\\040", " "))] = kind
-    nearest = next((kinds[path] for path in (folder, *folder.parents) if path in kinds), "")
-    return nearest.startswith(_NETWORK_FILESYSTEMS)
+    return next(((path, kinds[path]) for path in (folder, *folder.parents) if path in kinds), (folder, ""))
 
 
 def _in_use(lock: Path, owner: int) -> bool:
@@ -166,7 +170,7 @@ def build() -> int:
         ticker.start()
         try:
             builder = accelerator.create_op_builder(name)
-            if not any(op.stem == builder.name for op in _built_ops()):
+            if not any(op.stem == builder.name for op in built_ops()):
                 print(f"{label}: compiling, may take minutes", flush=True)
             _wait_for_lock(label, builder.name, "pin_memory")  # async_io builds pin_memory on its way
             builder.load(verbose=False)
@@ -197,7 +201,8 @@ def _wait_for_lock(label: str, *ops: str) -> None:
             time.sleep(_CONFIRM_SECONDS)
 
 
-def _built_ops() -> list[Path]:
+def built_ops() -> list[Path]:
+    """The libraries of compiled ops, each in a folder of its name."""
     root = extensions_root()
     return sorted(
         path for path in [*root.glob("*/*.so"), *root.glob("*/*/*.so")] if path.stem == path.parent.name
@@ -212,7 +217,7 @@ def _tick(label: str, built: threading.Event, start: float) -> None:
 
 def status() -> int:
     """Print what is built and which locks are stale; exit code 1 when there are such locks."""
-    for op in _built_ops():
+    for op in built_ops():
         print(f"built: {op}")
     stale = find_stale_locks()
     for lock in stale:

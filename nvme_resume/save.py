@@ -24,7 +24,8 @@ from nvme_resume.config import Options
 from nvme_resume.errors import ConfigError, NvmeResumeError, PeerError, StorageError
 from nvme_resume.manifest import FileRecord, FileSeal, Manifest, RankEntry, RankRecord
 from nvme_resume.peers import Peers
-from nvme_resume.storage import catalog, commit, ladder, records, room, seal, transfer
+from nvme_resume.places import Place, Places
+from nvme_resume.storage import catalog, commit, ladder, locks, prune, records, room, seal, transfer
 from nvme_resume.storage import disk as seam
 from nvme_resume.storage.background import Background, Task
 from nvme_resume.storage.snapshot import SwapFiles
@@ -34,6 +35,7 @@ from nvme_resume.zero3 import capture, quiesce, stock_loader, supported
 log = logs.logger
 
 _SLACK_BYTES = 64 << 20  # records, model file, filesystem overhead
+_SLACK_FILES = 32  # records, DeepSpeed's files, folders, temporary names
 _POLL_SECONDS = 0.05
 _MOST_UNSEALED = 8
 
@@ -55,6 +57,10 @@ class Saver:
         self._pending: Callable[[], None] | None = None  # what gives up the save that is under way
         self._in_background = False  # on some rank: agreed
         self._said_no_background = False
+        self._places = Places(peers)
+        self._place: Place | None = None  # where the present save goes
+        self._owned: tuple[Path, locks.Lock] | None = None  # the save folder that this engine writes to
+        self._rotation: list[Task] = []
 
     # ---- the public two ----
 
@@ -67,8 +73,9 @@ class Saver:
         peers, engine = self._peers, self._engine
         start = time.monotonic()
         proposals = peers.run(lambda: self._propose(save_dir, tag), "start of the save")
-        peers.agree([p[1:] for p in proposals], "save folder and tag")
+        peers.agree([p[1:3] for p in proposals], "save folder and tag")
         checkpoint_id: str = proposals[0][0]
+        self.find_place(save_dir, [p[3] for p in proposals])
         staging = layout.staging(tag, checkpoint_id)
         if peers.rank == 0:
             log.info("saving checkpoint %s to %s", tag, save_dir)
@@ -103,6 +110,13 @@ class Saver:
         if self._in_background:
             return
         catalog.under_way.discard(part.folder)
+        if self.publishes() and self._options.keep_last is not None:
+            # In the background: blocks of large files take long to free.
+            ranks = self._ranks_here()
+            task = self._work.submit(
+                "rotation", lambda: self._rotate(save_dir, ranks), self._options.exit_seconds
+            )
+            self._rotation = [*(t for t in self._rotation if not t.wait(0)), task]
         part.seal_later(save_dir / tag)
         if peers.rank == 0:
             _log_commit(save_dir / tag, sizes, start)
@@ -123,6 +137,16 @@ class Saver:
             self._drain = self._commit = self._pending = None
             self._in_background = False
 
+    def wait_for_rotation(self) -> None:
+        """Until old checkpoints are gone that this process was to remove."""
+        self._work.wait_for(self._rotation)
+
+    def close(self) -> None:
+        """Give up the save folder."""
+        if self._owned is not None:
+            self._owned[1].close()
+            self._owned = None
+
     def wait_for_all(self) -> None:
         """The same, and until the hashes of linked files are written.  Collective."""
         self.wait()
@@ -136,24 +160,80 @@ class Saver:
     # ---- steps ----
 
     def publishes(self) -> bool:
-        """One process for each place the checkpoint is written to."""
-        peers = self._peers
-        return peers.local_rank == 0 if self._engine.use_node_local_storage() else peers.rank == 0
+        """One process for each place the checkpoint is written to, as ``find_place`` found it."""
+        return self._place is not None and self._place.publisher
 
-    def _propose(self, save_dir: Path, tag: str) -> tuple[str, str, str]:
+    def _ranks_here(self) -> tuple[int, ...]:
+        """The ranks that share the save folder with this one."""
+        return () if self._place is None else self._place.ranks
+
+    def prepare_folder(self, save_dir: Path) -> None:
+        """Make the save folder and find out who shares it.  Collective."""
+
+        def make() -> bool:
+            seam.current().make_folder(save_dir)
+            return self._places.known(save_dir)
+
+        self.find_place(save_dir, self._peers.run(make, "look at the save folder"))
+
+    def find_place(self, save_dir: Path, known: list[bool]) -> None:
+        """Which ranks share the save folder, which exists.  Collective; ``known``: what each rank has looked at."""
+        place = self._places.of(save_dir, known)
+        if place == self._place:
+            return
+        self._place = place
+        flag = self._engine.use_node_local_storage()
+        if self._peers.rank == 0 and flag == place.alone and not self._peers.alone:
+            log.warning(
+                '"use_node_local_storage" is %s, but %s: %s',
+                str(flag).lower(),
+                "all ranks see the same save folder"
+                if place.alone
+                else f"the ranks see {len(place.all_places)} save folders: {_in_words(place.all_places)}",
+                "rank 0 alone commits there"
+                if place.alone
+                else "each is committed where it lies, and a resume needs all of them",
+            )
+
+    def own(self, save_dir: Path) -> None:
+        """Be the one job that saves there, until another folder is saved to.  LockedError names the other."""
+        if self._owned is None or self._owned[0] != save_dir:
+            lock = locks.take(
+                save_dir / layout.WRITER_LOCK,
+                f"the save folder {save_dir}",
+                hint="save to a folder of your own, or end the other job first",
+            )
+            self.close()
+            self._owned = save_dir, lock
+        for leftover in catalog.leftovers(save_dir):
+            # Only now: while another job owned the folder they may have been its own.
+            is_folder, done = leftover.is_dir(), commit.recover(leftover)
+            if is_folder:
+                log.warning("%s was left behind by an interrupted save: %s", leftover, done)
+
+    def _rotate(self, save_dir: Path, ranks: tuple[int, ...]) -> None:
+        """Remove old checkpoints.  A failure is not worth an error: the new one is committed."""
+        keep = self._options.keep_last
+        if keep is None:
+            return
+        try:
+            gone = prune.prune(save_dir, keep, lambda saved: (r for r in ranks if r < saved))
+        except (OSError, NvmeResumeError) as error:
+            log.warning("old checkpoints in %s could not be removed: %s", save_dir, error)
+        else:
+            if gone:
+                log.info("removed %s from %s (keep_last %d)", ", ".join(gone), save_dir, keep)
+
+    def _propose(self, save_dir: Path, tag: str) -> tuple[str, str, str, bool]:
         """Refuse what cannot work before anything is touched; rank 0's answer names the checkpoint's id."""
         self._work.raise_failure()
         if not layout.valid_tag(tag):
             raise ConfigError("not a usable tag", tag=tag, expected="one plain folder name")
         quiesce.quiesce(self._engine)
         quiesce.accumulation(self._engine)
+        self._files.refuse_intruders()
         seam.current().make_folder(save_dir)
-        if self.publishes():
-            for leftover in catalog.leftovers(save_dir):
-                log.warning(
-                    "%s was left behind by an interrupted save: %s", leftover, commit.recover(leftover)
-                )
-        return uuid.uuid4().hex[:12], str(save_dir), tag
+        return uuid.uuid4().hex[:12], str(save_dir), tag, self._places.known(save_dir)
 
     @property
     def copies_in_background(self) -> bool:
@@ -163,11 +243,13 @@ class Saver:
         """
         if not self._options.background_save:
             return False
-        if not self._engine.use_node_local_storage() or self._peers.alone:
+        if self._place is None or self._place.alone:
             return True
         if not self._said_no_background:
             self._said_no_background = True
-            log.warning('"async" has no effect with "use_node_local_storage": saves wait for their copies')
+            log.warning(
+                '"async" has no effect where nodes save to disks of their own: saves wait for their copies'
+            )
         return False
 
     def _manifest(self, checkpoint_id: str, tag: str, sizes: list[dict[str, Any]]) -> Manifest:
@@ -199,13 +281,14 @@ class Saver:
         self._drain = self._work.submit(
             f"copy of checkpoint {head.tag}", part.drain, options.timeout_seconds, awaited=True
         )
-        report = self._peers.rank == 0
+        report, ranks = self._peers.rank == 0, self._ranks_here()
         given_up = threading.Event()
 
         def publish() -> None:
             try:
                 _await_seals(part.folder, len(sizes), self._work, options.timeout_seconds, given_up)
                 commit.publish(save_dir, staging, head, save_latest=latest)
+                self._rotate(save_dir, ranks)
             except BaseException:
                 commit.discard(save_dir, staging, head.checkpoint_id)
                 raise
@@ -274,6 +357,8 @@ class _Part:
     def look(self, no_frozen: bool) -> list[dict[str, Any]]:
         """Describe this rank's state, which must be partitioned by now; the room that saving it takes."""
         saver = self._saver
+        if saver.publishes():
+            saver.own(self.save_dir)
         self._taken = capture.capture(
             saver._engine,
             checkpoint_id=self._checkpoint_id,
@@ -283,17 +368,17 @@ class _Part:
             frozen=not no_frozen,
         )
         needs = room.Needs(saver._peers.host)
-        needs.add(self.save_dir, _SLACK_BYTES)
+        needs.add(self.save_dir, _SLACK_BYTES, _SLACK_FILES + len(self._taken.copies))
         fresh: list[tuple[Path, int]] = []
         self._rungs = [saver.rung(copy.public, self.save_dir) for copy in self._taken.copies]
         for copy, rung in zip(self._taken.copies, self._rungs, strict=True):
             copied = rung in ("server", "direct")
             if copied:
-                needs.add(self.save_dir, copy.nbytes)
+                needs.add(self.save_dir, copy.nbytes, 0)
             if copy.rewritten and (not copied or saver.copies_in_background):
                 fresh.append((copy.public, copy.nbytes))
         if fresh:
-            needs.add(fresh[0][0].parent, self._files.room_for(fresh))
+            needs.add(fresh[0][0].parent, self._files.room_for(fresh), len(fresh))
         return needs.plain()
 
     def write(self, client_state: dict[str, Any], no_frozen: bool) -> dict[str, Any]:
@@ -440,6 +525,10 @@ class _Part:
             lambda: seal.add(opened, record, options, gate, known),
             options.exit_seconds,
         )
+
+
+def _in_words(places: tuple[tuple[int, ...], ...]) -> str:
+    return " and ".join(f"rank{'s' * (len(p) > 1)} {', '.join(map(str, p))}" for p in places)
 
 
 def _leave_mark(folder: Path, rank: int) -> None:

@@ -47,6 +47,9 @@ DEFAULTS: dict[str, Any] = {
     "train_before_load": False,
     "save_after_backward": None,
     "list_bare_handles": False,
+    "node_local": False,  # DeepSpeed's use_node_local_storage
+    "nodes": False,  # every rank says LOCAL_RANK=0
+    "private": None,  # a folder: each rank works in one of its own below, where relative paths lead
     "end": "wait",  # for the hashes; "abrupt": as if killed; "exit": by way of the interpreter
 }
 
@@ -143,13 +146,20 @@ def differences(one: Any, other: Any, path: str = "") -> list[str]:
 
 
 def assert_equal_resume(
-    tmp: Path, ranks: int = 1, *, save_at: int = 5, steps: int = 10, first: str = "ours", **case: Any
+    tmp: Path,
+    ranks: int = 1,
+    *,
+    save_at: int = 5,
+    steps: int = 10,
+    first: str = "ours",
+    checkpoint: str | None = None,
+    **case: Any,
 ) -> None:
     """Uninterrupted run, then stop and resume in fresh processes with another model seed: all bits equal.
 
     ``first``: who saves (``"stock"``: plain DeepSpeed).  Numbers count micro batches.
     """
-    checkpoint = str(tmp / "ck")
+    checkpoint = checkpoint or str(tmp / "ck")
     with ThreadPoolExecutor() as pool:
         future = pool.submit(
             run,

@@ -19,6 +19,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from tests import quick_start
+
 WIDTH = 768
 
 
@@ -95,6 +97,8 @@ def ds_config(case: dict[str, Any]) -> dict[str, Any]:
         "steps_per_print": 10**9,
         "nvme_checkpoint": case["nvme_checkpoint"],
     }
+    if case["node_local"]:
+        config["checkpoint"] = {"use_node_local_storage": True}
     if case["dtype"] == "bf16":
         config["bf16"] = {"enabled": True}
     if case["optimizer_from_code"]:
@@ -138,6 +142,7 @@ def batch(case: dict[str, Any], rank: int, micro: int) -> Any:
 
 
 def make_engine(case: dict[str, Any]) -> Any:
+    quick_start.remember_cpu()
     import deepspeed
 
     from nvme_resume import NvmeResumeEngine
@@ -146,7 +151,9 @@ def make_engine(case: dict[str, Any]) -> Any:
     config = ds_config(case)
     # Other things built in the process shift DeepSpeed's parameter ids.
     context: Any = contextlib.nullcontext()
-    if case["zero_init"]:
+    # On a CPU without fp16 DeepSpeed 0.19.8 makes bf16 parameters of fp32 ones when it has to partition them for NVMe
+    # by itself (partition_parameters.py::_set_dtype ignores the dtype it is given).
+    if case["zero_init"] or (case["dtype"] == "fp32" and case["offload_param"] == "nvme"):
         context = deepspeed.zero.Init(config_dict_or_path=config)
     with context:
         model = build_model(case)
@@ -266,6 +273,12 @@ def train(case: dict[str, Any], engine: Any, rank: int, start: int, until: int) 
 def main(path: str) -> None:
     case = json.loads(Path(path).read_text())
     rank = int(os.environ["RANK"])
+    if case["nodes"]:
+        os.environ["LOCAL_RANK"] = "0"
+    if case["private"]:
+        node = Path(case["private"], f"node{rank}")
+        node.mkdir(parents=True, exist_ok=True)
+        os.chdir(node)
     import torch
 
     torch.set_num_threads(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,6 +47,10 @@ def tags(save_dir: Path) -> list[str]:
     return [p.name for p in sorted(found, key=lambda p: (p.stat().st_mtime_ns, p.name))]
 
 
+# Which saved ranks' files to look at, given how many there are: all, or those that others do not look at (or cannot
+# see, on disks of their own).
+Share = Callable[[int], Iterable[int]]
+
 under_way: set[Path] = set()  # staging folders of this process's own saves
 
 
@@ -63,25 +67,25 @@ class Entry(NamedTuple):
     problem: str | None = None
 
 
-def look(save_dir: Path, tag: str, share: tuple[int, int] = (0, 1)) -> Entry:
-    """Is this tag complete?  Reads records and asks for sizes; no hashes.
+def share_of(rank: int, world_size: int) -> Share:
+    """A rank's part of the work when every rank looks at some files."""
+    return lambda saved: range(rank, saved, world_size)
 
-    ``share`` = (rank, world size): look at this rank's share of the saved ranks' files, as the others do at theirs
-    (or cannot see ours, on disks of their own).
-    """
+
+def look(save_dir: Path, tag: str, share: Share = range) -> Entry:
+    """Is this tag complete?  Reads records and asks for sizes; no hashes."""
     folder = save_dir / tag
     if not folder.is_dir():
         return Entry(tag, problem="there is no such folder")
     if (folder / INCOMPLETE).exists():
         return Entry(tag, problem=f"{INCOMPLETE} is there")
-    rank, world_size = share
     try:
         if not records.has_manifest(folder):
             return Entry(tag)  # plain DeepSpeed's: its loader knows what it needs
         head = records.read_manifest(folder)
         if head.tag != tag:
             return Entry(tag, ours=True, problem=f"it holds tag {head.tag}")
-        for saved in range(rank, head.world_size, world_size):
+        for saved in share(head.world_size):
             record, _, _ = records.read_rank(folder, head, saved)
             verify.structure(folder, record.files, rank=saved, tag=tag)
         return Entry(tag, head.global_steps, ours=True)
@@ -89,7 +93,7 @@ def look(save_dir: Path, tag: str, share: tuple[int, int] = (0, 1)) -> Entry:
         return Entry(tag, ours=True, problem=str(error))
 
 
-def entries(save_dir: Path, share: tuple[int, int] = (0, 1)) -> list[Entry]:
+def entries(save_dir: Path, share: Share = range) -> list[Entry]:
     """All tags, newest first: by step where the manifest tells it, then by the folder's time."""
     found = [look(save_dir, tag, share) for tag in tags(save_dir)][::-1]
     return sorted(found, key=lambda e: e.step, reverse=True)
@@ -111,7 +115,7 @@ def explicit(load_dir: Path, tag: str | int) -> str:
     return wanted
 
 
-def latest(load_dir: Path, share: tuple[int, int] = (0, 1)) -> Entry | None:
+def latest(load_dir: Path, share: Share = range) -> Entry | None:
     """The entry that ``latest`` names; None without that file."""
     try:
         tag = read_latest(load_dir)
@@ -124,7 +128,7 @@ def latest(load_dir: Path, share: tuple[int, int] = (0, 1)) -> Entry | None:
     return look(load_dir, tag, share)
 
 
-def others(load_dir: Path, share: tuple[int, int] = (0, 1)) -> list[Entry]:
+def others(load_dir: Path, share: Share = range) -> list[Entry]:
     """What a load may fall back to when ``latest`` fails: checkpoints of ours, newest first, complete or not."""
     return [e for e in entries(load_dir, share) if e.ours]
 

@@ -160,10 +160,15 @@ def discard(save_dir: Path, staging: str, checkpoint_id: str) -> None:
 
 def mend(save_dir: Path) -> list[str]:
     """Give checkpoints their name back that a crash between two renames left without; the tags."""
-    lost = [(p, tag) for p in catalog.leftovers(save_dir) if (tag := _lost_tag(p)) is not None]
-    for leftover, _ in lost:
+    found = [(leftover, leftover.parent / str(_lost_tag(leftover))) for leftover in lost(save_dir)]
+    for leftover, _ in found:
         recover(leftover)
-    return [tag for _, tag in lost]
+    return [target.name for _, target in found]
+
+
+def lost(save_dir: Path) -> list[Path]:
+    """Checkpoints that a crash between two renames left without their name."""
+    return [p for p in catalog.leftovers(save_dir) if _lost_tag(p) is not None]
 
 
 def recover(leftover: Path) -> str:

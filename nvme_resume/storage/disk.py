@@ -159,9 +159,22 @@ class Disk:
             else:
                 path.unlink()
 
+    def names(self, path: Path) -> list[str]:
+        """What is in a folder."""
+        return [entry.name for entry in path.iterdir()]
+
     def device(self, path: Path) -> int:
         """Number of the file system that holds ``path`` (a btrfs subvolume has its own)."""
         return path.stat().st_dev
+
+    def writable(self, path: Path) -> bool:
+        """May this process make files in a folder?  False on a read-only file system, too."""
+        return os.access(path, os.W_OK | os.X_OK)
+
+    def free_files(self, path: Path) -> int | None:
+        """Files that may still be made on the file system of ``path``; None where there is no such limit."""
+        info = os.statvfs(path)
+        return info.f_favail if info.f_files else None
 
     def free_bytes(self, path: Path) -> int:
         """Bytes an unprivileged process may still write on the file system of ``path``."""

@@ -1,4 +1,6 @@
-"""Is there room?  Asked before anything is written, for all ranks of a host together: they share its disks."""
+"""Is there room, in bytes and in files, and may we write?  Asked before anything is written, for all ranks of a host
+together: they share its disks.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +8,48 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nvme_resume.errors import NoSpaceError
+from nvme_resume.errors import NoSpaceError, StorageError
 from nvme_resume.storage import disk as seam
 
 
 class Needs:
-    """Bytes that one rank needs on each file system it writes to."""
+    """Bytes and files that one rank needs on each file system it writes to."""
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self._needs: dict[int, tuple[str, int]] = {}  # by file system: two folders may share one
+        self._needs: dict[int, tuple[str, int, int]] = {}  # by file system: two folders may share one
 
-    def add(self, where: Path, nbytes: int) -> None:
-        """``nbytes`` more on the file system of the folder ``where``."""
+    def add(self, where: Path, nbytes: int, files: int) -> None:
+        """``nbytes`` in ``files`` more on the file system of the folder ``where``.
+
+        Raises StorageError where this rank may not write.
+        """
+        if not seam.current().writable(where):
+            raise StorageError(
+                "this process may not write here",
+                path=str(where),
+                expected="a folder it can make files in",
+                found="no permission, or a read-only file system",
+                hint="look at the owner and mode of the folder, and at how it is mounted",
+            )
         device = seam.current().device(where)
-        first, total = self._needs.get(device, (str(where), 0))
-        self._needs[device] = first, total + nbytes
+        first, total, count = self._needs.get(device, (str(where), 0, 0))
+        self._needs[device] = first, total + nbytes, count + files
 
     def plain(self) -> list[dict[str, Any]]:
         """What the ranks send each other, with what is free now."""
         disk = seam.current()
         return [
-            {"host": self._host, "device": d, "path": p, "bytes": n, "free": disk.free_bytes(Path(p))}
-            for d, (p, n) in self._needs.items()
+            {
+                "host": self._host,
+                "device": device,
+                "path": path,
+                "bytes": nbytes,
+                "free": disk.free_bytes(Path(path)),
+                "files": files,
+                "free_files": disk.free_files(Path(path)),
+            }
+            for device, (path, nbytes, files) in self._needs.items()
         ]
 
 
@@ -39,10 +60,22 @@ def refuse_too_little(everyone: Sequence[Sequence[dict[str, Any]]], what: str, *
         for need in needs:
             disks.setdefault((need["host"], need["device"]), []).append((rank, need))
     for found in disks.values():
+        rank, first = found[0]
+        ranks = f" for {len(found)} ranks of {first['host']}" if len(found) > 1 else ""
+        files = sum(n["files"] for _, n in found)
+        inodes = min((n["free_files"] for _, n in found if n["free_files"] is not None), default=None)
+        if inodes is not None and files > inodes:
+            raise NoSpaceError(
+                f"too few inodes for {what}",
+                rank=rank,
+                tag=tag,
+                path=first["path"],
+                expected=f"{files} free{ranks}",
+                found=inodes,
+                hint="remove some files there (df -i), or use another disk",
+            )
         total, free = sum(n["bytes"] for _, n in found), min(n["free"] for _, n in found)
         if total > free:
-            rank, first = found[0]
-            ranks = f" for {len(found)} ranks of {first['host']}" if len(found) > 1 else ""
             raise NoSpaceError(
                 f"no room for {what}",
                 rank=rank,

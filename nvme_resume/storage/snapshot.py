@@ -12,6 +12,7 @@ All methods are for the training's thread, but for ``release``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import Counter
@@ -22,8 +23,9 @@ from pathlib import Path
 
 from nvme_resume import errors, layout, logs
 from nvme_resume.config import Options
+from nvme_resume.errors import LockedError, StorageError
 from nvme_resume.storage import disk as seam
-from nvme_resume.storage import private, transfer
+from nvme_resume.storage import locks, private, transfer
 from nvme_resume.storage.private import PrivateFolder
 
 log = logs.logger
@@ -50,11 +52,39 @@ class SwapFiles:
         self._options = options
         self._lock = threading.Lock()  # guards holds, spare, and the end of a _Frozen
         self._folders: dict[Path, PrivateFolder] = {}
+        self._locks: dict[Path, locks.Lock] = {}  # by swap folder
         self._read: dict[str, _Frozen] = {}  # public name -> where its content is
         self._held: dict[Path, _Frozen] = {}  # private name -> being copied in the background
         self._spare: dict[tuple[PrivateFolder, int], list[Path]] = {}  # allocated files nobody needs any more
         self._room: dict[str, tuple[Future[None], int]] = {}  # fresh files being allocated, their sizes
         self._allocator: ThreadPoolExecutor | None = None
+
+    def own(self, swap_folder: Path) -> None:
+        """Be the one job that swaps there.  LockedError names the other, which is told that its files were changed."""
+        if swap_folder in self._locks:
+            return
+        mark = layout.intruder(swap_folder)
+        try:
+            self._locks[swap_folder] = claim(swap_folder)
+        except LockedError:
+            # DeepSpeed has put this engine's first weights there already.
+            with contextlib.suppress(OSError):
+                seam.current().write(mark, locks.note(), sync=False)
+            raise
+        seam.current().remove_tree(mark)
+
+    def refuse_intruders(self) -> None:
+        """StorageError when another job has written to this engine's swap files."""
+        for swap_folder in self._locks:
+            mark = layout.intruder(swap_folder)
+            if mark.exists():
+                raise StorageError(
+                    "another job has written to the swap files of this one; their state cannot be trusted any more",
+                    path=str(swap_folder),
+                    expected="one job for each nvme_path",
+                    found=locks.describe(mark),
+                    hint="end both, give one of them another nvme_path, resume this one from its last checkpoint",
+                )
 
     def folder(self, swap_folder: Path) -> PrivateFolder:
         """The private folder for a swap folder's files, on the same filesystem."""
@@ -311,6 +341,20 @@ class SwapFiles:
         for folder in self._folders.values():
             folder.close()
         self._folders.clear()
+        for lock in self._locks.values():
+            lock.close()
+        self._locks.clear()
+
+
+def claim(swap_folder: Path) -> locks.Lock:
+    """Own the files below a swap folder's ``nvme_path``.  LockedError naming the owner."""
+    path = layout.swap_lock(swap_folder)
+    seam.current().make_folder(path.parent)
+    return locks.take(
+        path,
+        f"the swap folder {swap_folder}",
+        hint='give this job another "nvme_path", or end the other one first',
+    )
 
 
 def _key(public: Path | str) -> str:

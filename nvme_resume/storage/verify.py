@@ -1,9 +1,14 @@
-"""Is what lies in a checkpoint folder what was saved?  In levels: structure (sizes), full (every byte)."""
+"""Is what lies in a checkpoint folder what was saved?
+
+In levels: structure (records and sizes), sampled (some chunks of every file as well), full (every byte).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from nvme_resume import layout
 from nvme_resume.config import Options
@@ -13,6 +18,9 @@ from nvme_resume.storage import disk as seam
 from nvme_resume.storage import transfer
 
 HASH_CHUNK_BYTES = 4 << 20  # constant of the format
+_DIGEST_CHARACTERS = 32  # of one chunk, in hexadecimal
+_SAMPLES = 4  # chunks of a file, beside the first and the last
+_dice = random.Random()  # its own: the training's random states are none of our business
 
 
 def path_of(folder: Path, relative: str, *, rank: int, tag: str) -> Path:
@@ -107,3 +115,51 @@ def full(folder: Path, files: Mapping[str, FileSeal], options: Options, *, rank:
     found = transfer.run([transfer.Copy(p) for p in paths], options, what="verify", sync=False)
     for name, path, result in zip(names, paths, found, strict=True):
         compare(path, files[name], result, rank=rank, tag=tag)
+
+
+class _Sample(NamedTuple):
+    """A range of a file and its hash: of the one chunk it is, or of the whole file."""
+
+    path: Path
+    offset: int
+    size: int
+    expected: str
+    whole: bool
+
+
+def sampled(folder: Path, files: Mapping[str, FileSeal], options: Options, *, rank: int, tag: str) -> None:
+    """Hash some chunks of every file, other ones each time, and compare; whole files without known chunk hashes."""
+    structure(folder, files, rank=rank, tag=tag)
+    samples = [
+        sample
+        for name, known in files.items()
+        for sample in _samples(path_of(folder, name, rank=rank, tag=tag), known)
+    ]
+    reads = [transfer.Copy(s.path, nbytes=s.size, src_offset=s.offset) for s in samples]
+    results = transfer.run(reads, options, what="verify", sync=False)
+    for sample, result in zip(samples, results, strict=True):
+        found = result.digest if sample.whole else result.chunks
+        if found != sample.expected:
+            raise CorruptError(
+                "content differs from what was saved"
+                + ("" if sample.whole else " (in the chunk at the offset)"),
+                rank=rank,
+                tag=tag,
+                path=str(sample.path),
+                offset=None if sample.whole else sample.offset,
+                expected=sample.expected,
+                found=found,
+                hint="load an older tag of the same folder by its name",
+            )
+
+
+def _samples(path: Path, known: FileSeal) -> Iterator[_Sample]:
+    """The first, the last and some other chunks of a file."""
+    count = len(known.chunks) // _DIGEST_CHARACTERS
+    if count == 0:
+        yield _Sample(path, 0, known.size, known.digest, whole=True)
+        return
+    for index in sorted({0, count - 1, *_dice.sample(range(count), min(count, _SAMPLES))}):
+        offset = index * HASH_CHUNK_BYTES
+        chunk = known.chunks[index * _DIGEST_CHARACTERS : (index + 1) * _DIGEST_CHARACTERS]
+        yield _Sample(path, offset, min(HASH_CHUNK_BYTES, known.size - offset), chunk, whole=False)

@@ -78,12 +78,16 @@ class Redirected:
 def install(engine: Any, files: SwapFiles, gate: Gate) -> None:
     """Put a proxy in place of every handle this engine's swappers hold.  Harmless to repeat.
 
-    Also makes the private folders, which removes those of processes that are gone.
+    Before that, owns the swap folders (LockedError when another job does) and makes the private ones, which removes
+    those of processes that are gone.
     """
     proxies: dict[int, Redirected] = {}
-    for holder in _holders(engine):
+    holders = list(_holders(engine))
+    for holder in holders:
         if hasattr(holder, "swap_folder"):
+            files.own(Path(holder.swap_folder))
             files.folder(Path(holder.swap_folder))
+    for holder in holders:
         for name, value in list(vars(holder).items()):
             if _is_handle(value):
                 proxy = proxies.setdefault(id(value), Redirected(value, files, gate))

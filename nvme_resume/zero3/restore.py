@@ -8,6 +8,7 @@ Memory above the engine's own: the copier's buffers, and one tensor at a time fo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -63,6 +64,7 @@ class Restore:
         wanted: Wanted,
         files: SwapFiles,
     ) -> None:
+        self._start = time.monotonic()
         self.engine = engine
         self.options = options
         self.rank = rank
@@ -80,6 +82,10 @@ class Restore:
         self._mark = files.mark()
         self._before: _OptimizerState | None = None
         self._cast: list[int] = []  # sub-groups whose 16-bit weights were overwritten
+
+    def seconds(self) -> float:
+        """How long this load has taken so far."""
+        return time.monotonic() - self._start
 
     # ---- first half: look, do not touch ----
 
@@ -340,7 +346,7 @@ class Restore:
         public = swap_file(self.engine, index, MASTER)
         linked = self._stager.linked.get(public)
         known = None if linked is None else self.checkpoint.seals(linked[0]).get(linked[1])
-        if known is None or linked is None or self.options.verify == "structure":
+        if known is None or linked is None or self.options.verify in ("structure", "sampled"):
             self._cast_sub_group(index)
             self._cast.append(index)
             return

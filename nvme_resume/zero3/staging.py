@@ -165,7 +165,7 @@ class Stager:
     def run(self, *, show: bool) -> None:
         """Copy, and hash what is not hashed while it is used; sizes were checked when the records were opened."""
         tag, options = self.checkpoint.tag, self.options
-        hashed = options.verify != "structure"
+        hashed = options.verify in ("background", "full")
         found = transfer.run(
             [copy for copy, _, _ in self._whole],
             options,
@@ -180,8 +180,11 @@ class Stager:
                 if known is not None:
                     path = self.checkpoint.path(rank, relative)
                     verify.compare(path, known, seal, rank=rank, tag=tag)
-            if options.verify == "full":
-                self._to_hash |= set(self.linked.values())
+        if options.verify in ("full", "sampled"):
+            self._to_hash |= set(self.linked.values())
+        if options.verify == "sampled":
+            self._to_hash |= {(rank, relative) for _, rank, relative in self._whole}
+        if options.verify != "structure":
             for rank in sorted({r for r, _ in self._to_hash}):
                 self.checkpoint.check_hashes(rank, sorted(n for r, n in self._to_hash if r == rank), options)
         transfer.run(self._ranges, options, what=f"resume {tag}", sync=False, hash=False, show=show)
@@ -192,9 +195,9 @@ class Stager:
         for adoption in self.adoptions:
             present = seam.current().size(adoption.public) if adoption.public.is_file() else 0
             if not adoption.linked:
-                found.add(adoption.public.parent, adoption.nbytes)
+                found.add(adoption.public.parent, adoption.nbytes, 1)
             elif adoption.rewritten:
-                found.add(adoption.public.parent, max(0, adoption.nbytes - present))
+                found.add(adoption.public.parent, max(0, adoption.nbytes - present), 1)
         return found.plain()
 
     def discard(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from nvme_resume import logs, plan
+from nvme_resume import layout, logs, plan
 from nvme_resume.errors import ConfigError, UnsupportedError
 from nvme_resume.zero3 import layout_of
 
@@ -46,6 +47,22 @@ def uses_nvme(engine: Any) -> bool:
     return bool(
         getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False)
     )
+
+
+def swap_folders(config: dict[str, Any], rank: int) -> list[Path]:
+    """Where an engine of this configuration would swap, known before it is made.
+
+    DeepSpeed 0.19.8: ``<nvme_path>/zero_stage_3/<what>/rank<global rank>``; all <what> of a rank have one lock.
+    """
+    zero = config.get("zero_optimization")
+    zero = zero if isinstance(zero, dict) else {}
+    offloads = [zero.get(key) for key in ("offload_optimizer", "offload_param")]
+    paths = [
+        str(o["nvme_path"])
+        for o in offloads
+        if isinstance(o, dict) and o.get("device") == "nvme" and o.get("nvme_path")
+    ]
+    return [layout.swap_folder(Path(path), rank) for path in dict.fromkeys(paths)]
 
 
 def restores_exactly(engine: Any) -> bool:

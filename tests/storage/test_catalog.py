@@ -158,6 +158,6 @@ def test_ranks_with_disks_of_their_own_take_what_all_have() -> None:
 
 def test_each_rank_looks_at_its_share(save_dir: Path) -> None:
     (save_dir / "third" / "model1.pt").unlink()
-    problems = [catalog.look(save_dir, "third", (rank, 2)).problem for rank in (0, 1)]
+    problems = [catalog.look(save_dir, "third", catalog.share_of(rank, 2)).problem for rank in (0, 1)]
     assert problems[0] is None
     assert problems[1] is not None and "model1.pt" in problems[1]
