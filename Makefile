@@ -24,12 +24,13 @@ check: setup
 
 test: setup
 	@$(RUN) scripts/lint
-	@$(RUN) python -m pytest -m "not matrix"
+	@$(RUN) python -m pytest -m "not matrix and not torture"
 
 test-matrix: setup
 	@$(RUN) python -m pytest -m matrix
 
 torture: setup
+	@$(RUN) python -m pytest -m torture
 	@$(RUN) python -m tests.torture.run --points 2000 --out torture.json
 
 lint: setup
