@@ -155,9 +155,7 @@ def failed_loads(result: dict[str, Any]) -> int:
 @pytest.mark.parametrize(
     "options", [True, BEFORE, DIRECT, IN_BACKGROUND], ids=["link", "before", "direct", "async"]
 )
-def test_every_call_of_a_save(
-    tmp_path: Path, undisturbed: list[str], options: Any, same_tag: bool
-) -> None:
+def test_every_call_of_a_save(tmp_path: Path, undisturbed: list[str], options: Any, same_tag: bool) -> None:
     result = run(tmp_path, nvme_checkpoint=options, same_tag=same_tag, native=NATIVE)
     assert result["calls"] > 40 and failed(result) > 20
     check_saves(result, undisturbed)
@@ -197,9 +195,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("options", [DIRECT, IN_BACKGROUND], ids=["waiting", "background"])
-def test_a_disk_that_is_full(
-    tmp_path: Path, undisturbed: list[str], small_disk: Path, options: Any
-) -> None:
+def test_a_disk_that_is_full(tmp_path: Path, undisturbed: list[str], small_disk: Path, options: Any) -> None:
     """A real one: somebody else fills it after the room was looked at, then it is full from the start.
 
     The checkpoint takes 14 MB.
