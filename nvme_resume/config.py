@@ -7,6 +7,7 @@ name the offending key.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -56,6 +57,20 @@ class Options(BaseModel):
     block_mib: int = Field(16, ge=1, le=256, description="size of one copier request in MiB")
     in_flight: int = Field(4, ge=1, le=64, description="copier requests in flight")
     bandwidth_limit_mib: float = Field(0.0, ge=0, description="MiB/s the copier may use; 0: no limit")
+
+
+def nvme_offloads(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The offload sections of a DeepSpeed configuration whose device is NVMe, by their keys."""
+    zero = settings.get("zero_optimization")
+    zero = zero if isinstance(zero, dict) else {}
+    sections = {key: zero.get(key) for key in ("offload_optimizer", "offload_param")}
+    return {k: v for k, v in sections.items() if isinstance(v, dict) and v.get("device") == "nvme"}
+
+
+def nvme_paths(settings: dict[str, Any]) -> list[Path]:
+    """Where a DeepSpeed configuration swaps, each path once."""
+    paths = [str(o["nvme_path"]) for o in nvme_offloads(settings).values() if o.get("nvme_path")]
+    return [Path(path) for path in dict.fromkeys(paths)]
 
 
 def parse(value: Any) -> Options | None:

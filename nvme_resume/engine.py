@@ -285,9 +285,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         if not commit.lost(load_dir):
             return
         try:
-            lock = locks.take(
-                load_dir / layout.WRITER_LOCK, f"the save folder {load_dir}", hint="wait for it"
-            )
+            lock = locks.take_save_folder(load_dir, hint="wait for it")
         except LockedError:
             return
         try:

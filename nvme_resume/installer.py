@@ -57,7 +57,8 @@ def uninstall() -> None:
 def _claim(original: Callable[..., Any], args: Any, kwargs: Any) -> list[locks.Lock]:
     """Own the swap folders before DeepSpeed writes there.  LockedError, on all ranks if they know each other yet."""
     settings = _settings(original, args, kwargs)
-    if config.parse(settings.get(config.KEY)) is None:
+    options = config.parse(settings.get(config.KEY))
+    if options is None:
         return []
     started = dist.is_available() and dist.is_initialized()
     rank = dist.get_rank() if started else int(os.environ.get("RANK", "0"))
@@ -69,9 +70,8 @@ def _claim(original: Callable[..., Any], args: Any, kwargs: Any) -> list[locks.L
             with contextlib.suppress(OSError):
                 claims.append(snapshot.claim(folder))
 
-    options = config.parse(settings[config.KEY])
     try:
-        if started and options is not None:
+        if started:
             Peers(options.timeout_seconds).run(claim, "start")
         else:
             claim()

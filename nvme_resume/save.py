@@ -198,10 +198,8 @@ class Saver:
     def own(self, save_dir: Path) -> None:
         """Be the one job that saves there, until another folder is saved to.  LockedError names the other."""
         if self._owned is None or self._owned[0] != save_dir:
-            lock = locks.take(
-                save_dir / layout.WRITER_LOCK,
-                f"the save folder {save_dir}",
-                hint="save to a folder of your own, or end the other job first",
+            lock = locks.take_save_folder(
+                save_dir, hint="save to a folder of your own, or end the other job first"
             )
             self.close()
             self._owned = save_dir, lock

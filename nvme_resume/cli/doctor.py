@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from nvme_resume.cli.output import AsJson, console, show, with_exit_codes
+from nvme_resume.config import nvme_paths
 from nvme_resume.doctor import folders, machine, settings
 from nvme_resume.doctor.finding import Finding
 
@@ -47,7 +48,7 @@ def _findings(config: Path | None, nvme_path: Path | None, save_dir: Path | None
     if config is not None:
         value = settings.read(config)
         yield from settings.findings(value)
-        swaps = swaps or settings.nvme_paths(value)
+        swaps = swaps or nvme_paths(value)
     for path in swaps:
         yield from folders.folder("nvme_path", path.absolute())
         yield from folders.owners(path.absolute(), None)

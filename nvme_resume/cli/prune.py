@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from nvme_resume import layout
 from nvme_resume.cli.output import AsJson, show, with_exit_codes
 from nvme_resume.errors import NoCheckpointError, from_os_error
 from nvme_resume.storage import catalog, commit, locks, prune
@@ -47,10 +46,8 @@ def command(
 
 def _prune(folder: Path, keep_last: int) -> tuple[list[str], list[str]]:
     try:
-        lock = locks.take(
-            folder / layout.WRITER_LOCK,
-            f"the save folder {folder}",
-            hint='set "keep_last" in the configuration of that job, or wait for its end',
+        lock = locks.take_save_folder(
+            folder, hint='set "keep_last" in the configuration of that job, or wait for its end'
         )
         try:
             left = catalog.leftovers(folder)

@@ -25,12 +25,6 @@ def read(path: Path) -> dict[str, Any]:
     return value
 
 
-def nvme_paths(settings: dict[str, Any]) -> list[Path]:
-    """Where it swaps, each path once."""
-    paths = [offload["nvme_path"] for offload in _offloads(settings).values() if offload.get("nvme_path")]
-    return [Path(path) for path in dict.fromkeys(map(str, paths))]
-
-
 def findings(settings: dict[str, Any]) -> Iterator[Finding]:
     """What the configuration means for nvme_resume."""
     try:
@@ -40,7 +34,7 @@ def findings(settings: dict[str, Any]) -> Iterator[Finding]:
         return
     zero = settings.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
-    swapped = _offloads(settings)
+    swapped = config.nvme_offloads(settings)
     if options is None:
         yield Finding(
             f'"{config.KEY}"',
@@ -64,12 +58,3 @@ def findings(settings: dict[str, Any]) -> Iterator[Finding]:
             yield Finding(key, f"swaps to {path}")
     if not swapped:
         yield Finding("offload", "nothing is swapped to NVMe; saves are DeepSpeed's own", "note")
-
-
-def _offloads(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The offload sections whose device is NVMe."""
-    zero = settings.get("zero_optimization")
-    sections = (
-        {k: zero.get(k) for k in ("offload_optimizer", "offload_param")} if isinstance(zero, dict) else {}
-    )
-    return {k: v for k, v in sections.items() if isinstance(v, dict) and v.get("device") == "nvme"}

@@ -62,6 +62,11 @@ def describe(path: Path) -> str:
         return "a process that left no note"
 
 
+def take_save_folder(save_dir: Path, *, hint: str) -> Lock:
+    """Be the one job that writes to a save folder.  LockedError naming the owner; OSError."""
+    return take(save_dir / layout.WRITER_LOCK, f"the save folder {save_dir}", hint=hint)
+
+
 def is_held(path: Path) -> bool:
     """Does a living process hold the lock file ``path``?"""
     if not path.exists():

@@ -60,28 +60,25 @@ def refuse_too_little(everyone: Sequence[Sequence[dict[str, Any]]], what: str, *
         for need in needs:
             disks.setdefault((need["host"], need["device"]), []).append((rank, need))
     for found in disks.values():
-        rank, first = found[0]
-        ranks = f" for {len(found)} ranks of {first['host']}" if len(found) > 1 else ""
         files = sum(n["files"] for _, n in found)
         inodes = min((n["free_files"] for _, n in found if n["free_files"] is not None), default=None)
-        if inodes is not None and files > inodes:
-            raise NoSpaceError(
-                f"too few inodes for {what}",
-                rank=rank,
-                tag=tag,
-                path=first["path"],
-                expected=f"{files} free{ranks}",
-                found=inodes,
-                hint="remove some files there (df -i), or use another disk",
-            )
         total, free = sum(n["bytes"] for _, n in found), min(n["free"] for _, n in found)
-        if total > free:
-            raise NoSpaceError(
-                f"no room for {what}",
-                rank=rank,
-                tag=tag,
-                path=first["path"],
-                expected=f"{total >> 20} MiB free{ranks}",
-                found=f"{free >> 20} MiB",
-                hint="free some space there: remove old checkpoints, or use another disk",
-            )
+        if inodes is not None and files > inodes:
+            problem, expected, left = "too few inodes", f"{files} free", str(inodes)
+            hint = "remove some files there (df -i), or use another disk"
+        elif total > free:
+            problem, expected, left = "no room", f"{total >> 20} MiB free", f"{free >> 20} MiB"
+            hint = "free some space there: remove old checkpoints, or use another disk"
+        else:
+            continue
+        rank, first = found[0]
+        ranks = f" for {len(found)} ranks of {first['host']}" if len(found) > 1 else ""
+        raise NoSpaceError(
+            f"{problem} for {what}",
+            rank=rank,
+            tag=tag,
+            path=first["path"],
+            expected=f"{expected}{ranks}",
+            found=left,
+            hint=hint,
+        )

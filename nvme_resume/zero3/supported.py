@@ -9,7 +9,7 @@ import deepspeed
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from nvme_resume import layout, logs, plan
+from nvme_resume import config, layout, logs, plan
 from nvme_resume.errors import ConfigError, UnsupportedError
 from nvme_resume.zero3 import layout_of
 
@@ -49,20 +49,12 @@ def uses_nvme(engine: Any) -> bool:
     )
 
 
-def swap_folders(config: dict[str, Any], rank: int) -> list[Path]:
+def swap_folders(settings: dict[str, Any], rank: int) -> list[Path]:
     """Where an engine of this configuration would swap, known before it is made.
 
     DeepSpeed 0.19.8: ``<nvme_path>/zero_stage_3/<what>/rank<global rank>``; all <what> of a rank have one lock.
     """
-    zero = config.get("zero_optimization")
-    zero = zero if isinstance(zero, dict) else {}
-    offloads = [zero.get(key) for key in ("offload_optimizer", "offload_param")]
-    paths = [
-        str(o["nvme_path"])
-        for o in offloads
-        if isinstance(o, dict) and o.get("device") == "nvme" and o.get("nvme_path")
-    ]
-    return [layout.swap_folder(Path(path), rank) for path in dict.fromkeys(paths)]
+    return [layout.swap_folder(path, rank) for path in config.nvme_paths(settings)]
 
 
 def restores_exactly(engine: Any) -> bool:
