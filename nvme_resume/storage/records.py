@@ -23,8 +23,12 @@ def write(folder: Path, relative: str, record: Record) -> None:
     seam.current().write(path, manifest.encode(record), sync=False)
 
 
-def write_late(folder: Path, relative: str, record: Record) -> None:
-    """Add a record to a committed checkpoint: it appears whole or not at all, and is durable on return."""
+def write_late(folder: Path, relative: str, record: Record, *, sync_name: bool = True) -> None:
+    """Add a record to a checkpoint: it appears whole or not at all, and is durable on return.
+
+    ``sync_name=False`` leaves the fsync of its name to whoever waits for the record to appear: one that failed here
+    would be repeated by them, and the second one says "fine".
+    """
     disk = seam.current()
     path = folder / relative
     # Two runs may have loaded the same checkpoint and add the same seal.
@@ -36,7 +40,8 @@ def write_late(folder: Path, relative: str, record: Record) -> None:
         with contextlib.suppress(OSError):
             disk.remove_tree(temporary)
         raise
-    disk.sync_folder(path.parent)
+    if sync_name:
+        disk.sync_folder(path.parent)
 
 
 def read(folder: Path, relative: str, kind: type[R]) -> R:
