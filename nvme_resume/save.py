@@ -487,7 +487,8 @@ class _Part:
             self._seals |= dict(zip((c.relative for _, c in self._held), seals, strict=True))
             full = seal.take(self.folder, record, self._options, known=self._seals, gate=self._gate)
             commit.sync_all([], commit.folders_of(self.folder))
-            records.write_late(self.folder, layout.seal(self._rank), full)
+            # The publisher, who waits for it, syncs its name: once it is there nothing of this part can fail any more.
+            records.write_late(self.folder, layout.seal(self._rank), full, sync_name=False)
         except BaseException:
             _leave_mark(self.folder, self._rank)
             raise

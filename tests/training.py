@@ -192,9 +192,10 @@ def save_checkpoint(
 ) -> None:
     """One save; the mishaps a test asks for are errors to be noted, not to die of."""
     from nvme_resume import NvmeResumeError
+    from nvme_resume.storage import disk as seam
 
     tag = f"t{rank}" if save.get("tag_per_rank") else save.get("tag")
-    mishap = {"limit_rank", "absent_rank", "tag_per_rank", "fault"} & save.keys()
+    mishap = {"limit_rank", "absent_rank", "tag_per_rank", "fault", "lost_rank"} & save.keys()
     no_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     if save.get("limit_rank") == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, no_limit[1]))
@@ -209,6 +210,10 @@ def save_checkpoint(
     if save.get("absent_rank") == rank:
         time.sleep(30)
         os._exit(0)
+    if save.get("lost_rank") and save["lost_rank"][0] == rank:
+        from tests.engine.lost import LosingDisk
+
+        seam.disk = LosingDisk(*save["lost_rank"][1:])
     try:
         engine.save_checkpoint(save["dir"], tag=tag, client_state={"micro": position, "where": Path("x")})
         if save.get("wait"):
@@ -217,7 +222,7 @@ def save_checkpoint(
         if not mishap:
             raise
         result.setdefault("save_errors", []).append({"type": type(error).__name__, "text": str(error)})
-        if "absent_rank" in save:
+        if {"absent_rank", "lost_rank"} & save.keys():
             result["losses"] = []
             raise SystemExit from error
     finally:

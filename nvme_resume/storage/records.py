@@ -23,8 +23,12 @@ def write(folder: Path, relative: str, record: Record) -> None:
     seam.current().write(path, manifest.encode(record), sync=False)
 
 
-def write_late(folder: Path, relative: str, record: Record) -> None:
-    """Add a record to a committed checkpoint: it appears whole or not at all, and is durable on return."""
+def write_late(folder: Path, relative: str, record: Record, *, sync_name: bool = True) -> None:
+    """Add a record to a checkpoint: it appears whole or not at all, and is durable on return.
+
+    ``sync_name=False`` leaves the fsync of its name to whoever waits for the record to appear: one that failed here
+    would be repeated by them, and the second one says "fine".
+    """
     disk = seam.current()
     path = folder / relative
     # Two runs may have loaded the same checkpoint and add the same seal.
@@ -39,7 +43,8 @@ def write_late(folder: Path, relative: str, record: Record) -> None:
         if not path.exists():
             raise
         return  # the other run was faster, and has removed ours
-    disk.sync_folder(path.parent)
+    if sync_name:
+        disk.sync_folder(path.parent)
     with contextlib.suppress(OSError):
         # What a run that died left.  One that lives does not need its file any more.
         for name in disk.names(path.parent):

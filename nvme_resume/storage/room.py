@@ -4,12 +4,16 @@ together: they share its disks.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nvme_resume.errors import NoSpaceError, StorageError
+from nvme_resume import layout
+from nvme_resume.errors import NoSpaceError, NvmeResumeError, StorageError, from_os_error
 from nvme_resume.storage import disk as seam
+
+_PROBE_BYTES = 1 << 20
 
 
 class Needs:
@@ -51,6 +55,20 @@ class Needs:
             }
             for device, (path, nbytes, files) in self._needs.items()
         ]
+
+
+def why_not(folder: Path, what: str) -> NvmeResumeError:
+    """The error for a file that others could not write into ``folder`` without saying why: the disk is asked again."""
+    disk = seam.current()
+    probe = folder / f"{layout.STAGING_PREFIX}probe"
+    try:
+        disk.write(probe, bytes(_PROBE_BYTES))
+    except OSError as error:
+        return from_os_error(error, what)
+    finally:
+        with contextlib.suppress(OSError):
+            disk.remove_tree(probe)
+    return StorageError(what, path=str(folder), hint="look at the disk, then try again")
 
 
 def refuse_too_little(everyone: Sequence[Sequence[dict[str, Any]]], what: str, *, tag: str) -> None:

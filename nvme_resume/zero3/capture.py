@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -9,6 +12,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from nvme_resume import layout, plan
@@ -22,8 +26,10 @@ from nvme_resume.manifest import (
     SubGroupRecord,
     TensorRecord,
 )
+from nvme_resume.storage import room
 from nvme_resume.zero3 import adam, layout_of, quiesce, rng, supported
 
+_CANNOT_WRITE = re.compile(r"inline_container|iostream|PytorchStreamWriter|os error \d+")
 GRADIENTS = "accumulation.gradients"
 
 
@@ -183,7 +189,8 @@ def write_extras(engine: Any, folder: Path, *, checkpoint_id: str, rank: int, wi
         relative = layout.extras_tensors(rank)
         path = folder / relative
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, path)
+        with _disk_errors(folder):
+            save_file(tensors, path)
     return Extras(
         checkpoint_id=checkpoint_id,
         rank=rank,
@@ -205,12 +212,27 @@ def write_stock_files(
     The pieces of ``engine.py::save_checkpoint`` without its barriers (an error here must reach the other
     ranks) and without its copy of the swap folder.
     """
-    engine._create_checkpoint_file(str(save_dir), folder, False)
-    engine._save_checkpoint(
-        str(save_dir), folder, client_state=client_state, exclude_frozen_parameters=exclude_frozen_parameters
-    )
-    if engine.save_zero_checkpoint:
-        engine._save_zero_checkpoint(str(save_dir), folder)
+    with _disk_errors(save_dir / folder):
+        engine._create_checkpoint_file(str(save_dir), folder, False)
+        engine._save_checkpoint(
+            str(save_dir),
+            folder,
+            client_state=client_state,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
+        if engine.save_zero_checkpoint:
+            engine._save_zero_checkpoint(str(save_dir), folder)
+
+
+@contextlib.contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """What torch and safetensors raise when a file cannot be written names no errno: "unexpected pos 128 vs 0"."""
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:
+        if _CANNOT_WRITE.search(str(error)) is None:
+            raise
+        raise room.why_not(folder, f"a file could not be written ({str(error).splitlines()[0]})") from error
 
 
 def settings(engine: Any) -> dict[str, Scalar]:

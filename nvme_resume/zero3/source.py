@@ -66,8 +66,15 @@ class Checkpoint:
                         path = verify.path_of(self.folder, name, rank=rank, tag=self.tag)
                         verify.check_untouched(path, listed, rank=rank, tag=self.tag)
                 self._seals[rank], self._extras[rank] = None if seal is None else seal.files, extras
-                if record.world_size != self.world_size:
-                    raise CorruptError("record of another world size", rank=rank, tag=self.tag)
+                if record.model_file != layout.model_states(rank):  # DeepSpeed opens it by that name
+                    raise CorruptError(
+                        "record names another model file",
+                        rank=rank,
+                        tag=self.tag,
+                        path=str(self.folder / layout.rank_record(rank)),
+                        expected=layout.model_states(rank),
+                        found=record.model_file[:200],
+                    )
             else:
                 record = stock.synthesize(self.folder, rank, self._engine)
                 if (self.folder / layout.extras(rank)).is_file():  # an engine without NVMe, wrapped by us

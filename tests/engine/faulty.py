@@ -26,7 +26,7 @@ from nvme_resume import NvmeResumeError, _native, layout
 from nvme_resume.storage import disk as seam
 from tests import training
 
-READERS = ("read", "size", "identity", "device", "free_bytes")
+READERS = ("read", "size", "identity", "device", "free_bytes", "free_files", "writable")
 WRITERS = (
     "write", "cut", "link", "clone", "server_copy", "allocate", "sync_file", "sync_folder", "make_folder", "rename",
     "exchange", "remove_tree",
