@@ -70,6 +70,19 @@ def folders_of(folder: Path) -> list[Path]:
     return [Path(root) for root, _, _ in os.walk(folder)]
 
 
+def anchor(save_dir: Path) -> None:
+    """Make the save folder's own name durable, and those of the folders above it on the same file system.
+
+    They may be as new as the first checkpoint; without them a power failure takes it along, synced or not.
+    """
+    disk = seam.current()
+    folder = save_dir.resolve()
+    while folder != folder.parent and disk.device(folder) == disk.device(folder.parent):
+        folder = folder.parent
+        with contextlib.suppress(PermissionError):  # a folder we may not read is none that was made for us
+            disk.sync_folder(folder)
+
+
 def publish(save_dir: Path, staging: str, manifest: Manifest, *, save_latest: bool) -> Path:
     """Steps 2 to 5 of the module's docstring; returns the final path.  OSError when a step failed."""
     disk = seam.current()
