@@ -126,8 +126,27 @@ def publish(save_dir: Path, staging: str, manifest: Manifest, *, save_latest: bo
         raise
     if replaced is not None:
         with contextlib.suppress(OSError):  # committed all the same; the next save removes what is left
-            disk.remove_tree(replaced)
+            if exchanged:
+                disk.remove_tree(replaced)  # the exchange is durable by now
+            else:
+                _remove(replaced)
     return target
+
+
+def _remove(leftover: Path) -> None:
+    """Remove what is no checkpoint, when it is durably none.
+
+    Some process may have been killed between a rename and its fsync: a power failure now must not bring back the names
+    of before for a folder that is half empty.  Nor may ``mend`` give such a folder its old tag again.
+    """
+    disk = seam.current()
+    disk.sync_folder(leftover.parent)
+    if layout.retired_tag(leftover.name) is not None:
+        going = leftover.with_name(layout.removed(leftover.name))
+        disk.rename(leftover, going)
+        disk.sync_folder(going.parent)
+        leftover = going
+    disk.remove_tree(leftover)
 
 
 def discard(save_dir: Path, staging: str, checkpoint_id: str) -> None:
@@ -141,7 +160,7 @@ def discard(save_dir: Path, staging: str, checkpoint_id: str) -> None:
         published = (folder / layout.manifest()).is_file()
         if published and records.read_manifest(folder).checkpoint_id != checkpoint_id:
             return
-        seam.current().remove_tree(folder)
+        _remove(folder)
     except (OSError, NvmeResumeError):
         return
 
@@ -168,7 +187,7 @@ def recover(leftover: Path) -> str:
     if tag is not None:
         seam.current().rename(leftover, leftover.parent / tag)
         return f"put back as {tag}"
-    seam.current().remove_tree(leftover)
+    _remove(leftover)
     return "removed"
 
 
