@@ -4,12 +4,13 @@ export NVME_RESUME_VENV ?= $(CURDIR)/.venv
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.ops
 RUN = scripts/run
 
-.PHONY: help setup check test test-matrix lint sanitize bench clean
+.PHONY: help setup check test test-matrix test-torture lint sanitize bench clean
 
 help:
 	@echo "make check        install, then compare an uninterrupted run with a resumed one (and plain DeepSpeed)"
 	@echo "make test         install, then lint, types, import contract, all fast tests"
 	@echo "make test-matrix  all pairs of settings, file systems, random sequences (about 40 minutes on two cores)"
+	@echo "make test-torture  power cut at every step of a save, hundreds of saves in one process"
 	@echo "make lint         lint, formats, types, import contract"
 	@echo "make sanitize     the native copier under ASan, UBSan and TSan"
 	@echo "make bench        saves, loads and copies beside plain DeepSpeed, fio, cp, rsync (under 10 minutes)"
@@ -23,10 +24,13 @@ check: setup
 
 test: setup
 	@$(RUN) scripts/lint
-	@$(RUN) python -m pytest -m "not matrix"
+	@$(RUN) python -m pytest -m "not matrix and not torture"
 
 test-matrix: setup
 	@$(RUN) python -m pytest -m matrix
+
+test-torture: setup
+	@$(RUN) python -m pytest -m torture
 
 lint: setup
 	@$(RUN) scripts/lint

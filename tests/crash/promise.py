@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,17 +70,28 @@ class _Quick(seam.Disk):
         return
 
 
-def violations(
-    log: Log, place: Path, samples: int, *, two_renames: bool = False, first: int = 0
-) -> tuple[list[str], int]:
+def violations(log: Log, samples: int, *, two_renames: bool = False, first: int = 0) -> tuple[list[str], int]:
     """What went wrong in any state a crash may leave (in words), and how many different states were looked at.
 
     ``two_renames``: where folders cannot be exchanged a tag may be away until ``mend`` was there.
     """
     truths = {s.checkpoint_id: dict(s.truth) for s in log.steps if isinstance(s, Mark) and s.what == "begin"}
-    pool = place / "pool"
-    pool.mkdir(parents=True, exist_ok=True)
     look = _Look(truths, two_renames=two_renames)
+    with tempfile.TemporaryDirectory(dir=_memory()) as place:
+        pool = Path(place, "pool")
+        pool.mkdir()
+        return _violations(log, look, samples, first, Path(place, "state"), pool)
+
+
+def _memory() -> str | None:
+    """A file system in memory with room for some checkpoints, if there is one: thousands of folders are made."""
+    place = Path("/dev/shm")
+    return str(place) if place.is_dir() and shutil.disk_usage(place).free > 1 << 30 else None
+
+
+def _violations(
+    log: Log, look: _Look, samples: int, first: int, folder: Path, pool: Path
+) -> tuple[list[str], int]:
     found: list[str] = []
     seen: set[int] = set()
     for crash in model.crashes(log, SAVES, samples, first=first):
@@ -89,7 +101,6 @@ def violations(
         if fingerprint in seen:
             continue
         seen.add(fingerprint)
-        folder = place / "state"
         model.write(crash.tree, log.store, SAVES, folder, pool)
         with seam.replaced(_Quick()):
             wrong = [*look.wrong(folder, promise)]
@@ -107,7 +118,8 @@ class _Look:
     def __init__(self, truths: dict[str, dict[str, str]], *, two_renames: bool) -> None:
         self._truths = truths
         self._two_renames = two_renames
-        self._good: set[int] = set()
+        self._good: set[int] = set()  # states of save folders
+        self._verified: set[int] = set()  # states of checkpoints
 
     def wrong(self, save_dir: Path, promise: Promise) -> Iterator[str]:
         """Everything that is wrong with a state, in words; leaves it mended, cleaned up and saved to."""
@@ -128,18 +140,66 @@ class _Look:
         state = hash((when == "cleaned up", _visible(save_dir), promise.facts))
         if state in self._good:
             return
-        problems = [*_wrong_now(save_dir, promise, self._truths)]
+        problems = [*self._wrong_now(save_dir, promise)]
         if not problems and when == "cleaned up":
             problems += _wrong_later(save_dir, promise)
         yield from (f"{when}: {problem}" for problem in problems)
         if not problems:
             self._good.add(state)
 
+    def _wrong_now(self, save_dir: Path, promise: Promise) -> Iterator[str]:
+        """Things that do not hold in a folder as it is."""
+        latest = catalog.read_latest(save_dir)
+        if latest is None:
+            if promise.kept:
+                yield "latest is gone"
+        elif latest not in promise.kept.keys() | promise.maybe.keys():
+            yield f"latest holds {latest!r}"
+        elif catalog.look(save_dir, latest).problem is not None:
+            yield f"latest names {latest}: {catalog.look(save_dir, latest).problem}"
+        best = catalog.last_resumable(save_dir)
+        if best is None:
+            if promise.kept:
+                yield "nothing to resume from"
+        elif (chosen := records.read_manifest(best).checkpoint_id) not in promise.newest:
+            yield f"{best.name} would be loaded, checkpoint {chosen}"
+        for tag in (*promise.kept, *(t for t in promise.maybe if (save_dir / t).exists())):
+            allowed = {promise.kept[tag]} if tag in promise.kept else set()
+            allowed |= promise.maybe.get(tag, set())
+            state = hash((_visible(save_dir / tag), tuple(sorted(allowed))))
+            if state not in self._verified:
+                problems = [*self._wrong_checkpoint(save_dir, tag, allowed)]
+                yield from problems
+                if not problems:
+                    self._verified.add(state)
+        for tag in catalog.tags(save_dir):
+            if tag not in promise.kept and tag not in promise.maybe:
+                yield f"{tag} is there"
+
+    def _wrong_checkpoint(self, save_dir: Path, tag: str, allowed: set[str]) -> Iterator[str]:
+        """One checkpoint, down to every byte."""
+        folder = save_dir / tag
+        try:
+            head = records.read_manifest(folder)
+            if head.checkpoint_id not in allowed:
+                yield f"{tag} is {head.checkpoint_id}, not one of {sorted(allowed)}"
+                return
+            truth = self._truths[head.checkpoint_id]
+            for rank in range(head.world_size):
+                record, seal, _ = records.read_rank(folder, head, rank)
+                if seal is not None:
+                    verify.full(folder, seal.files, OPTIONS, rank=rank, tag=tag)
+                for name in record.files:
+                    if xxhash.xxh3_128_hexdigest((folder / name).read_bytes()) != truth[name]:
+                        yield f"{tag}/{name} is not what was saved"
+        except (OSError, NvmeResumeError) as error:
+            yield f"{tag}: {type(error).__name__}: {error}"
+
 
 def _visible(save_dir: Path) -> frozenset[tuple[str, int]]:
     """Names and inodes (which stand for contents: all are links to the pool) without leftovers."""
     found = set()
-    todo = [str(save_dir)]
+    todo = [str(save_dir)] if save_dir.is_dir() else []
     while todo:
         for entry in os.scandir(todo.pop()):
             if not layout.is_leftover(entry.name):
@@ -158,53 +218,6 @@ def _wrong_later(save_dir: Path, promise: Promise) -> Iterator[str]:
         if found != save_dir / tag or catalog.read_latest(save_dir) != tag:
             yield f"a later save as {tag} is not the one to load: {found}"
     yield from (f"the later save leaves {p.name}" for p in catalog.leftovers(save_dir))
-
-
-def _wrong_now(save_dir: Path, promise: Promise, truths: dict[str, dict[str, str]]) -> Iterator[str]:
-    """Things that do not hold in a folder as it is."""
-    latest = catalog.read_latest(save_dir)
-    if latest is None:
-        if promise.kept:
-            yield "latest is gone"
-    elif latest not in promise.kept.keys() | promise.maybe.keys():
-        yield f"latest holds {latest!r}"
-    elif catalog.look(save_dir, latest).problem is not None:
-        yield f"latest names {latest}: {catalog.look(save_dir, latest).problem}"
-    best = catalog.last_resumable(save_dir)
-    if best is None:
-        if promise.kept:
-            yield "nothing to resume from"
-    elif (chosen := records.read_manifest(best).checkpoint_id) not in promise.newest:
-        yield f"{best.name} would be loaded, checkpoint {chosen}"
-    for tag in (*promise.kept, *(t for t in promise.maybe if (save_dir / t).exists())):
-        yield from _wrong_checkpoint(save_dir, tag, promise, truths)
-    for tag in catalog.tags(save_dir):
-        if tag not in promise.kept and tag not in promise.maybe:
-            yield f"{tag} is there"
-
-
-def _wrong_checkpoint(
-    save_dir: Path, tag: str, promise: Promise, truths: dict[str, dict[str, str]]
-) -> Iterator[str]:
-    """One checkpoint, down to every byte."""
-    folder = save_dir / tag
-    allowed = {promise.kept[tag]} if tag in promise.kept else set()
-    allowed |= promise.maybe.get(tag, set())
-    try:
-        head = records.read_manifest(folder)
-        if head.checkpoint_id not in allowed:
-            yield f"{tag} is {head.checkpoint_id}, not one of {sorted(allowed)}"
-            return
-        truth = truths[head.checkpoint_id]
-        for rank in range(head.world_size):
-            record, seal, _ = records.read_rank(folder, head, rank)
-            if seal is not None:
-                verify.full(folder, seal.files, OPTIONS, rank=rank, tag=tag)
-            for name in record.files:
-                if xxhash.xxh3_128_hexdigest((folder / name).read_bytes()) != truth[name]:
-                    yield f"{tag}/{name} is not what was saved"
-    except (OSError, NvmeResumeError) as error:
-        yield f"{tag}: {type(error).__name__}: {error}"
 
 
 def stage(save_dir: Path, tag: str, checkpoint_id: str, step: int, *, sealed: bool) -> tuple[str, Manifest]:

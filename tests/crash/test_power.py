@@ -104,7 +104,7 @@ WORKS: dict[str, Work] = {
 @pytest.mark.parametrize("name", WORKS)
 def test_power_may_fail_at_any_step(tmp_path: Path, name: str) -> None:
     log = record(tmp_path / "root", WORKS[name])
-    found, states = violations(log, tmp_path, SAMPLES)
+    found, states = violations(log, SAMPLES)
     assert found == []
     assert states > 50
 
@@ -115,7 +115,7 @@ def test_so_it_may_where_folders_cannot_be_exchanged(tmp_path: Path) -> None:
         isinstance(s, model.Entries) and any(n.startswith(layout.RETIRED_PREFIX) for _, n, _ in s.changes)
         for s in log.steps
     )
-    found, _ = violations(log, tmp_path, SAMPLES, two_renames=True)
+    found, _ = violations(log, SAMPLES, two_renames=True)
     assert found == []
 
 
@@ -184,7 +184,7 @@ def test_a_process_dies_and_power_fails_while_the_next_one_mends(
         log, died = killed_and_mended(place, call, kind)
         if died is None:
             break
-        found, _ = violations(log, place, 2, two_renames=kind is NoExchange, first=died)
+        found, _ = violations(log, 2, two_renames=kind is NoExchange, first=died)
         assert found == [], f"killed at {call}"
     assert call > 8
 
@@ -215,7 +215,7 @@ def test_power_fails_again_while_the_first_crash_is_mended(tmp_path: Path, kind:
         # What had been promised before the first crash is still asked for.
         marks = [s for s in log.steps[: crash.prefix] if isinstance(s, Mark)]
         again.steps[:0] = marks
-        found, _ = violations(again, place, 2, two_renames=kind is NoExchange, first=len(marks))
+        found, _ = violations(again, 2, two_renames=kind is NoExchange, first=len(marks))
         assert found == [], (crash.prefix, crash.how)
     assert len(mended) > 10
 
@@ -244,7 +244,7 @@ def test_power_may_fail_at_any_step_of_real_saves(tmp_path: Path, name: str) -> 
     assert codes == [0], text
     log: Log = pickle.loads(dump.read_bytes())
     assert sum(isinstance(s, Mark) and s.what == "committed" for s in log.steps) == 4
-    found, states = violations(log, tmp_path, 2)
+    found, states = violations(log, 2)
     assert found == []
     assert states > 100
 
@@ -296,7 +296,7 @@ BROKEN: dict[str, tuple[type[RecordingDisk], Work, str]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_protocol_is_seen(tmp_path: Path, name: str) -> None:
     kind, work, expected = BROKEN[name]
-    found, _ = violations(record(tmp_path / "root", work, kind), tmp_path, SAMPLES)
+    found, _ = violations(record(tmp_path / "root", work, kind), SAMPLES)
     assert any(expected in text for text in found), found[:3]
 
 
@@ -304,7 +304,7 @@ def test_a_checkpoint_removed_under_its_own_name_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prune, "remove", lambda save_dir, tag: seam.current().remove_tree(save_dir / tag))
-    found, _ = violations(record(tmp_path / "root", rotated), tmp_path, SAMPLES)
+    found, _ = violations(record(tmp_path / "root", rotated), SAMPLES)
     assert any("is missing" in text or "cannot be read" in text for text in found), found[:3]
 
 
@@ -316,5 +316,5 @@ def test_leftovers_removed_before_the_names_are_durable_are_seen(
     for call in range(5, 9):
         place = tmp_path / str(call)
         log, died = killed_and_mended(place, call, RecordingDisk)
-        seen += violations(log, place, 2, first=died or 0)[0]
+        seen += violations(log, 2, first=died or 0)[0]
     assert any("a: " in text for text in seen)
