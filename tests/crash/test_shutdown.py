@@ -103,7 +103,7 @@ def cut(
         assert len(matches) == 1, (moment, harness.differences(saved["a"], loaded["loaded"])[:3])
         assert not saved["committed"] or matches == ["b"], f"lost at {moment}"
         assert (moment is None) == saved["committed"], (moment, saved.get("error"))
-        assert Path(loaded["path"]).name == (tag if matches == ["b"] else "a")
+        assert Path(loaded["path"]).parent.name == (tag if matches == ["b"] else "a")
         assert not any(layout.is_leftover(name) for name in loaded["there"])
         came_back += matches
     return came_back
