@@ -4,13 +4,13 @@ export NVME_RESUME_VENV ?= $(CURDIR)/.venv
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.ops
 RUN = scripts/run
 
-.PHONY: help setup check test test-matrix test-torture lint sanitize bench clean
+.PHONY: help setup check test test-matrix torture lint sanitize bench clean
 
 help:
 	@echo "make check        install, then compare an uninterrupted run with a resumed one (and plain DeepSpeed)"
 	@echo "make test         install, then lint, types, import contract, all fast tests"
 	@echo "make test-matrix  all pairs of settings, file systems, random sequences (about 40 minutes on two cores)"
-	@echo "make test-torture  power cut at every step of a save, hundreds of saves in one process"
+	@echo "make torture      kill -9 at 2,000 points of saves, loads and prunes, power cuts, many saves (about an hour on two cores)"
 	@echo "make lint         lint, formats, types, import contract"
 	@echo "make sanitize     the native copier under ASan, UBSan and TSan"
 	@echo "make bench        saves, loads and copies beside plain DeepSpeed, fio, cp, rsync (under 10 minutes)"
@@ -29,8 +29,9 @@ test: setup
 test-matrix: setup
 	@$(RUN) python -m pytest -m matrix
 
-test-torture: setup
+torture: setup
 	@$(RUN) python -m pytest -m torture
+	@$(RUN) python -m tests.torture.run --points 2000 --out torture.json
 
 lint: setup
 	@$(RUN) scripts/lint
@@ -42,4 +43,4 @@ bench: setup
 	@$(RUN) python -m benchmarks.run
 
 clean:
-	rm -rf .venv .ops build *.egg-info nvme_resume/*.so check-*
+	rm -rf .venv .ops build *.egg-info nvme_resume/*.so check-* torture.json

@@ -128,14 +128,21 @@ class NoSpaceError(StorageError):
     exit_code = 14
 
 
-def from_os_error(error: OSError, during: str) -> NvmeResumeError:
-    """The exception of this tree that says the same as an OSError (the copier's carry offset and operation)."""
+def from_os_error(error: OSError, during: str, *, live: bool = False) -> NvmeResumeError:
+    """The exception of this tree that says the same as an OSError (the copier's carry offset and operation).
+
+    ``live``: what was read is no checkpoint yet, so that a file that cannot be read is the disk's fault.
+    """
     path = error.filename if isinstance(error.filename, str) else None
     offset = getattr(error, "offset", None)
     operation = getattr(error, "operation", None)
     message = f"{during}: {operation or 'input/output'} failed: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return NoSpaceError(message, path=path, offset=offset, hint="free some space and save again")
-    if operation in ("read", "open") and error.errno in (errno.ENOENT, errno.EIO, errno.ENODATA, errno.ELOOP):
+        return NoSpaceError(message, path=path, offset=offset, hint="free some space, then try again")
+    if (
+        not live
+        and operation in ("read", "open")
+        and error.errno in (errno.ENOENT, errno.EIO, errno.ENODATA, errno.ELOOP)
+    ):
         return CorruptError(message, path=path, offset=offset, hint="load an older tag by its name")
     return StorageError(message, path=path, offset=offset, hint="look at the disk, then try again")

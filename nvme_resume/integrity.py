@@ -7,10 +7,14 @@ checkpoint is opened.
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Iterator
+from pathlib import PurePosixPath
 
+from nvme_resume import layout
 from nvme_resume.errors import CorruptError
-from nvme_resume.manifest import MASTER, Extras, RankRecord, Seal, SubGroupRecord
+from nvme_resume.manifest import MASTER, Extras, Manifest, RankRecord, Seal, SubGroupRecord
 
 ELEMENT_BYTES = {
     "float64": 8,
@@ -22,6 +26,8 @@ ELEMENT_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
+MOST_STEPS = 1 << 62
+_MT19937_WORDS = 624
 MOST_REPLAYED_STEPS = 10**9  # CPUAdam steps since the anchor; more would repeat for hours
 
 
@@ -39,6 +45,20 @@ def check(record: RankRecord, seal: Seal | None, extras: Extras, path: str) -> N
         )
 
 
+def check_manifest(head: Manifest, path: str) -> None:
+    """CorruptError unless it lists every rank of its world once, in order."""
+    found = [entry.rank for entry in head.ranks]
+    if head.world_size < 1 or len(found) != head.world_size or found != list(range(len(found))):
+        raise CorruptError(
+            "the manifest does not list each rank once",
+            tag=head.tag[:200],
+            path=path,
+            expected=f"ranks 0 to {head.world_size - 1}",
+            found=f"{len(found)} entries",
+            hint="load an older tag of the same folder by its name",
+        )
+
+
 def _problems(record: RankRecord, seal: Seal | None, extras: Extras) -> Iterator[tuple[str, object, object]]:
     """(what, expected, found) of everything that is wrong."""
     if record.world_size < 1 or record.rank >= record.world_size:
@@ -50,6 +70,9 @@ def _problems(record: RankRecord, seal: Seal | None, extras: Extras) -> Iterator
     for name in named:
         if name not in record.files:
             yield f"{name} is named but not listed", "its size in the list of files", "none"
+    for name in record.files:
+        if not _may_list(name, record, extras):
+            yield f"{name[:200]!r} is no file of rank {record.rank}", "its own files", "another"
     if seal is not None:
         yield from _seal_problems(record, seal)
     swap_files: set[str] = set()
@@ -58,6 +81,8 @@ def _problems(record: RankRecord, seal: Seal | None, extras: Extras) -> Iterator
             yield "sub-group number", number, group.index
         yield from _group_problems(group, record, swap_files)
     for frozen in record.frozen:
+        if frozen.numel != math.prod(frozen.shape):
+            yield f"elements of {frozen.name}", math.prod(frozen.shape), frozen.numel
         if frozen.dtype not in ELEMENT_BYTES:
             yield f"dtype of {frozen.name}", "a torch dtype", frozen.dtype
     for counter in extras.adam:
@@ -67,6 +92,45 @@ def _problems(record: RankRecord, seal: Seal | None, extras: Extras) -> Iterator
                 f"0 to {MOST_REPLAYED_STEPS}",
                 counter.step - counter.anchor,
             )
+        if not (0 <= counter.beta1 <= 1 and 0 <= counter.beta2 <= 1):
+            yield "CPUAdam betas", "0 to 1", f"{counter.beta1}, {counter.beta2}"
+    yield from _rng_problems(extras)
+
+
+def _may_list(name: str, record: RankRecord, extras: Extras) -> bool:
+    """Is this the plain name of a data file of this rank?  Records and other ranks' files are none."""
+    if str(PurePosixPath(name)) != name:
+        return False
+    if name in (record.optim_file, record.model_file):
+        return "/" not in name
+    if name == extras.tensors_file:
+        return name == layout.extras_tensors(record.rank)
+    own = layout.rank_folder(record.rank)
+    return str(PurePosixPath(name).parent) in (f"{layout.SWAP}/{own}", f"{layout.PARAMS}/{own}")
+
+
+def _rng_problems(extras: Extras) -> Iterator[tuple[str, object, object]]:
+    """Random states are set last, when nothing can be taken back any more: they are tried on here."""
+    if extras.python_rng is not None:
+        try:
+            version, words, gauss = extras.python_rng
+            random.Random(0).setstate((version, tuple(words), gauss))
+        except (ValueError, TypeError, OverflowError):
+            yield "random state of Python", "one of random.getstate()", "another"
+    state = extras.numpy_rng
+    if state is not None:
+        key, pos = state.get("key"), state.get("pos")
+        if not (
+            state.get("bit_generator") == "MT19937"
+            and isinstance(key, list)
+            and len(key) == _MT19937_WORDS
+            and all(type(word) is int and 0 <= word < 1 << 32 for word in key)
+            and type(pos) is int
+            and 0 <= pos <= _MT19937_WORDS
+            and state.get("has_gauss") in (0, 1)
+            and isinstance(state.get("gauss"), float)
+        ):
+            yield "random state of numpy", "one of numpy.random.get_state()", "another"
 
 
 def _seal_problems(record: RankRecord, seal: Seal) -> Iterator[tuple[str, object, object]]:
@@ -91,6 +155,8 @@ def _group_problems(
         if param.offset != position:
             yield f"{where}, offset of {param.name}", position, param.offset
         position += param.partition_numel
+        if param.numel != math.prod(param.shape):
+            yield f"{where}, elements of {param.name}", math.prod(param.shape), param.numel
     if position != group.numel:
         yield f"{where}, elements", position, group.numel
     keys = [t.key for t in group.tensors]
@@ -112,5 +178,5 @@ def _group_problems(
                 yield f"{where}, swap file", "one tensor a file", tensor.file
             swap_files.add(tensor.file)
     step = group.scalars.get("step", 0)
-    if isinstance(step, bool) or not isinstance(step, (int, float)):
-        yield f"{where}, step", "a number", step
+    if isinstance(step, bool) or not isinstance(step, (int, float)) or not 0 <= step < MOST_STEPS:
+        yield f"{where}, step", f"a number below {MOST_STEPS}", str(step)[:80]

@@ -19,6 +19,7 @@ from nvme_resume.errors import CorruptError, IncompatibleError
 
 FORMAT = 1
 MAX_RECORD_BYTES = 256 << 20
+_MOST_FORMATS = 1_000_000  # a number beyond is damage, not the future
 MASTER = "fp32_master"  # key of the master weights beside exp_avg, exp_avg_sq, ...
 
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
@@ -253,10 +254,11 @@ def decode(kind: type[R], data: bytes, path: str) -> R:
     if not isinstance(envelope, dict) or set(envelope) != {"kind", "format", "digest", "body"}:
         raise CorruptError("not a record of nvme_resume", path=path, hint=_OLDER)
     if envelope["kind"] != kind.KIND:
-        raise CorruptError("wrong kind of record", path=path, expected=kind.KIND, found=envelope["kind"])
+        found = str(envelope["kind"])[:80]
+        raise CorruptError("wrong kind of record", path=path, expected=kind.KIND, found=found)
     version = envelope["format"]
-    if not isinstance(version, int) or version < 1:
-        raise CorruptError("bad format number", path=path, expected=f"1..{FORMAT}", found=version)
+    if not isinstance(version, int) or not 1 <= version < _MOST_FORMATS:
+        raise CorruptError("bad format number", path=path, expected=f"1..{FORMAT}", found=str(version)[:80])
     if version > FORMAT:
         raise IncompatibleError(
             "written by a newer nvme_resume",
@@ -265,22 +267,27 @@ def decode(kind: type[R], data: bytes, path: str) -> R:
             found=version,
             hint="upgrade it",
         )
-    digest = xxhash.xxh3_128_hexdigest(_canonical(envelope["body"]))
+    try:
+        body = _canonical(envelope["body"])
+    except RecursionError:
+        raise CorruptError("record is nested too deeply", path=path, hint=_OLDER) from None
+    digest = xxhash.xxh3_128_hexdigest(body)
     if digest != envelope["digest"]:
         raise CorruptError(
             "record was changed after it was written",
             path=path,
-            expected=envelope["digest"],
+            expected=str(envelope["digest"])[:80],
             found=digest,
             hint=_OLDER,
         )
     try:
-        return kind.model_validate(envelope["body"])
+        # Strict: what was written as a number is a number.  Nesting ends at 200.
+        return kind.model_validate_json(body, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise CorruptError(
-            f"bad value in record at {where}: {first['msg']}", path=path, hint=_OLDER
+            f"bad value in record at {where[:200]}: {first['msg'][:200]}", path=path, hint=_OLDER
         ) from None
 
 

@@ -396,7 +396,12 @@ class _Part:
         small = [taken.record.model_file, taken.record.optim_file]
         small += [extras.tensors_file] if extras.tensors_file else []
         small_seals = transfer.run(
-            [transfer.Copy(folder / name) for name in small], options, what="hash", sync=False, buffered=True
+            [transfer.Copy(folder / name) for name in small],
+            options,
+            what="hash",
+            sync=False,
+            buffered=True,
+            live=True,
         )
         self._seals |= dict(zip(small, small_seals, strict=True))
         listed |= {name: FileRecord(size=s.size, digest=s.digest) for name, s in self._seals.items()}
@@ -464,6 +469,7 @@ class _Part:
             what=f"save {self._tag}",
             sync=True,
             show=self._rank == 0,
+            live=True,
         )
         self._seals |= dict(zip((c.relative for c in direct), seals, strict=True))
         return listed
@@ -479,6 +485,7 @@ class _Part:
                 what=f"copy of checkpoint {self._tag}",
                 sync=True,
                 gate=self._gate,
+                live=True,
             )
             self._seals |= dict(zip((c.relative for _, c in self._held), seals, strict=True))
             full = seal.take(self.folder, record, self._options, known=self._seals, gate=self._gate)

@@ -15,12 +15,13 @@ from pathlib import Path
 import torch
 
 import nvme_resume
-from tests import harness
+from tests import harness, quick_start
 
 
 def main(out: str, nvme: str, seed: str, steps: str, gather: str, resume: bool) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+    quick_start.remember_cpu()
     nvme_resume.install()
     config = json.loads((harness.ROOT / "configs" / "zero3_nvme_s1.json").read_text())
     zero = config["zero_optimization"]

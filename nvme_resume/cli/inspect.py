@@ -25,7 +25,8 @@ def inspect(folder: Path, as_json: AsJson = False) -> int:
     found = catalog.entries(folder)
     if not found:
         raise NoCheckpointError("no checkpoint here", path=str(folder))
-    latest = catalog.read_latest(folder)
+    pointed = catalog.latest(folder)
+    latest = None if pointed is None else pointed.tag
     rows = [e._asdict() | {"latest": e.tag == latest} for e in found]
     if as_json:
         show({"checkpoints": rows}, "", as_json=True)

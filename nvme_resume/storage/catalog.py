@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nvme_resume import layout
-from nvme_resume.errors import ConfigError, NoCheckpointError, NvmeResumeError
+from nvme_resume.errors import ConfigError, CorruptError, NoCheckpointError, NvmeResumeError
 from nvme_resume.storage import disk as seam
 from nvme_resume.storage import records, verify
 
@@ -15,13 +15,22 @@ INCOMPLETE = (
     "checkpoint-is-incomplete.txt"  # Hugging Face's mark of a just-in-time checkpoint that was cut short
 )
 
+LONGEST_LATEST = 4096  # bytes
+
 
 def read_latest(save_dir: Path) -> str | None:
-    """The tag that ``latest`` names, or None when there is no such file."""
+    """The tag that ``latest`` names, or None when there is no such file.  CorruptError when it cannot be read."""
     path = save_dir / layout.LATEST
     if not path.is_file():
         return None
-    return seam.current().read(path, 4096).decode("utf-8", "replace").strip()
+    try:
+        return seam.current().read(path, LONGEST_LATEST).decode("utf-8", "replace").strip()
+    except OSError as error:
+        raise CorruptError(
+            f"the file that names the newest checkpoint cannot be read: {error.strerror or error}",
+            path=str(path),
+            hint="remove it, or name a tag",
+        ) from error
 
 
 def tags(save_dir: Path) -> list[str]:
@@ -80,7 +89,7 @@ def look(save_dir: Path, tag: str, share: Share = range) -> Entry:
             record, _, _ = records.read_rank(folder, head, saved)
             verify.structure(folder, record.files, rank=saved, tag=tag)
         return Entry(tag, head.global_steps, ours=True)
-    except NvmeResumeError as error:
+    except (NvmeResumeError, OSError) as error:
         return Entry(tag, ours=True, problem=str(error))
 
 
@@ -108,7 +117,10 @@ def explicit(load_dir: Path, tag: str | int) -> str:
 
 def latest(load_dir: Path, share: Share = range) -> Entry | None:
     """The entry that ``latest`` names; None without that file."""
-    tag = read_latest(load_dir)
+    try:
+        tag = read_latest(load_dir)
+    except CorruptError as error:
+        return Entry(layout.LATEST, problem=str(error))
     if tag is None:
         return None
     if not layout.valid_tag(tag):

@@ -6,6 +6,9 @@ complete (the new ``latest``, still under another name, goes along);
 (3) one rename puts the folder under its tag, two folders change names when the tag exists, so there is no
 instant without a complete checkpoint under that name; (4) the parent folder is fsynced, so the rename
 survives a power failure; (5) only then ``latest`` is replaced, by one more rename.
+
+When a step fails, those before it are taken back as far as the disk still allows: a save that raises has changed
+nothing.
 """
 
 from __future__ import annotations
@@ -89,8 +92,9 @@ def publish(save_dir: Path, staging: str, manifest: Manifest, *, save_latest: bo
     source, target = save_dir / staging, save_dir / manifest.tag
     latest = save_dir / f"{layout.STAGING_PREFIX}{layout.LATEST}.{manifest.checkpoint_id}"
     replaced: Path | None = None
-    exchanged = moved = False
+    exchanged = moved = pointed = False
     try:
+        named = _named_now(save_dir) if save_latest else None
         disk.write(source / layout.manifest(), encode(manifest), sync=False)
         if save_latest:
             disk.write(latest, manifest.tag.encode(), sync=False)
@@ -109,20 +113,25 @@ def publish(save_dir: Path, staging: str, manifest: Manifest, *, save_latest: bo
         disk.sync_folder(save_dir)
         if save_latest:
             disk.rename(latest, save_dir / layout.LATEST)
+            pointed = True
             disk.sync_folder(save_dir)
     except OSError:
+        # In this order: ``latest`` must never name a tag that is gone.
+        with contextlib.suppress(OSError):
+            if pointed:
+                _name_again(save_dir, latest, named)
+            if exchanged:
+                if not disk.exchange(source, target):
+                    raise
+            else:
+                if moved:
+                    disk.rename(target, source)
+                if replaced is not None and replaced.exists():
+                    disk.rename(replaced, target)
+            # Half a manifest would keep ``discard`` from knowing the folder for this save's.
+            disk.remove_tree(source / layout.manifest())
         with contextlib.suppress(OSError):
             disk.remove_tree(latest)
-        # Back to the state before, unless ``latest`` already names a tag that would be gone then.
-        if replaced is not None or catalog.read_latest(save_dir) != manifest.tag:
-            with contextlib.suppress(OSError):
-                if exchanged:
-                    disk.exchange(source, target)
-                else:
-                    if moved:
-                        disk.rename(target, source)
-                    if replaced is not None and replaced.exists():
-                        disk.rename(replaced, target)
         raise
     if replaced is not None:
         with contextlib.suppress(OSError):  # committed all the same; the next save removes what is left
@@ -131,6 +140,22 @@ def publish(save_dir: Path, staging: str, manifest: Manifest, *, save_latest: bo
             else:
                 _remove(replaced)
     return target
+
+
+def _named_now(save_dir: Path) -> bytes | None:
+    """What is in ``latest``, to the byte; None when there is no such file."""
+    path = save_dir / layout.LATEST
+    return seam.current().read(path, catalog.LONGEST_LATEST) if path.is_file() else None
+
+
+def _name_again(save_dir: Path, temporary: Path, named: bytes | None) -> None:
+    """Give ``latest`` its former content back.  No fsync: one has just failed, or the disk is full."""
+    disk = seam.current()
+    if named is None:
+        disk.remove_tree(save_dir / layout.LATEST)
+    else:
+        disk.write(temporary, named, sync=False)
+        disk.rename(temporary, save_dir / layout.LATEST)
 
 
 def _remove(leftover: Path) -> None:

@@ -55,7 +55,10 @@ def clean(root: Path) -> None:
     if not root.is_dir():
         return
     for path in root.iterdir():
-        if path.name.endswith(layout.OWNER_LOCK) or not path.is_dir():
+        if path.name.endswith(layout.OWNER_LOCK):
+            _remove_lone_lock(path)
+            continue
+        if not path.is_dir():
             continue
         lock = _lock(path)
         if not _try(lock):
@@ -66,6 +69,26 @@ def clean(root: Path) -> None:
         finally:
             lock.release()
             Path(lock.lock_file).unlink(missing_ok=True)
+
+
+def _remove_lone_lock(path: Path) -> None:
+    """Remove a lock file whose folder was not made yet, or is gone already, when its owner died.
+
+    A living owner may have made the file and not locked it yet, so it must be known to be gone: a process of this host.
+    """
+    folder = path.with_name(path.name.removesuffix(layout.OWNER_LOCK))
+    host, _, rest = folder.name.rpartition("-")[0].rpartition("-")
+    if (
+        host != socket.gethostname()
+        or not rest.isdigit()
+        or Path(f"/proc/{rest}").exists()
+        or folder.exists()
+    ):
+        return
+    lock = _lock(folder)
+    if _try(lock):
+        lock.release()
+        path.unlink(missing_ok=True)
 
 
 def _try(lock: FileLock) -> bool:

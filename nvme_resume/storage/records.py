@@ -28,20 +28,32 @@ def write_late(folder: Path, relative: str, record: Record) -> None:
     disk = seam.current()
     path = folder / relative
     # Two runs may have loaded the same checkpoint and add the same seal.
-    temporary = path.with_name(f"{layout.STAGING_PREFIX}{path.name}.{uuid.uuid4().hex[:12]}")
+    prefix = f"{layout.STAGING_PREFIX}{path.name}."
+    temporary = path.with_name(f"{prefix}{uuid.uuid4().hex[:12]}")
     try:
         disk.write(temporary, manifest.encode(record))
         disk.rename(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):
             disk.remove_tree(temporary)
-        raise
+        if not path.exists():
+            raise
+        return  # the other run was faster, and has removed ours
     disk.sync_folder(path.parent)
+    with contextlib.suppress(OSError):
+        # What a run that died left.  One that lives does not need its file any more.
+        for name in disk.names(path.parent):
+            if name.startswith(prefix):
+                disk.remove_tree(path.with_name(name))
 
 
 def read(folder: Path, relative: str, kind: type[R]) -> R:
     """Read and check one record.  CorruptError when it is missing, unreadable or not what it claims."""
     path = folder / relative
+    if path.parent.is_symlink():  # the last part is looked at when it is opened
+        raise CorruptError(
+            f"the folder of {path.name} is a symbolic link", path=str(path.parent), hint="load an older tag"
+        )
     try:
         data = seam.current().read(path, manifest.MAX_RECORD_BYTES)
     except OSError as error:
@@ -74,19 +86,21 @@ def has_manifest(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder; the tag inside must be the folder's own name."""
+    """The manifest of a checkpoint folder (a folder that is being committed has another name than its tag)."""
     if not folder.is_dir():
         raise NoCheckpointError("no such checkpoint folder", path=str(folder), hint="look at the tags in it")
-    return read(folder, layout.manifest(), Manifest)
+    head = read(folder, layout.manifest(), Manifest)
+    integrity.check_manifest(head, str(folder / layout.manifest()))
+    return head
 
 
 def read_rank(folder: Path, head: Manifest, rank: int) -> tuple[RankRecord, Seal | None, Extras]:
     """The records of one rank, checked against the manifest and each other; no seal where none was written yet."""
-    entry = next((e for e in head.ranks if e.rank == rank), None)
-    if entry is None:
+    if not 0 <= rank < len(head.ranks):
         raise CorruptError(
             "the manifest does not list this rank", rank=rank, path=str(folder / layout.manifest())
         )
+    entry = head.ranks[rank]
     record = read(folder, layout.rank_record(rank), RankRecord)
     extras = read(folder, layout.extras(rank), Extras)
     seal = None
@@ -123,5 +137,14 @@ def read_rank(folder: Path, head: Manifest, rank: int) -> tuple[RankRecord, Seal
                 expected=f"rank {rank} of {head.checkpoint_id}",
                 found=f"rank {item.rank} of {item.checkpoint_id}",
             )
+    if (record.tag, record.world_size) != (head.tag, head.world_size):
+        raise CorruptError(
+            "record and manifest disagree on tag or world size",
+            rank=rank,
+            tag=head.tag,
+            path=str(folder / layout.rank_record(rank)),
+            expected=f"{head.tag} of {head.world_size} ranks",
+            found=f"{record.tag} of {record.world_size} ranks",
+        )
     integrity.check(record, seal, extras, str(folder / layout.rank_record(rank)))
     return record, seal, extras

@@ -48,6 +48,7 @@ def take(
     known: Mapping[str, FileSeal] | None = None,
     gate: Gate | None = None,
     show: bool = False,
+    committed: bool = False,
 ) -> Seal:
     """Hash the files that ``known`` does not have and put the seal together.
 
@@ -58,7 +59,9 @@ def take(
     where = {"rank": record.rank, "tag": record.tag}
     paths = [verify.path_of(folder, name, rank=record.rank, tag=record.tag) for name in missing]
     copies = [transfer.Copy(path) for path in paths]
-    found = transfer.run(copies, options, what=f"seal {record.tag}", sync=False, gate=gate, show=show)
+    found = transfer.run(
+        copies, options, what=f"seal {record.tag}", sync=False, gate=gate, show=show, live=not committed
+    )
     for name, path, seal in zip(missing, paths, found, strict=True):
         listed = record.files[name]
         verify.check_untouched(path, listed, rank=record.rank, tag=record.tag)
@@ -93,9 +96,10 @@ def add(
 ) -> None:
     """Seal a committed checkpoint; closes ``folder``.  Silent when the checkpoint was deleted meanwhile."""
     try:
-        seal = take(folder.path, record, options, known=known, gate=gate)
+        seal = take(folder.path, record, options, known=known, gate=gate, committed=True)
         records.write_late(folder.path, layout.seal(record.rank), seal)
-    except (NvmeResumeError, OSError):
+    except (NvmeResumeError, OSError) as error:
+        _say_where(error, folder.path)
         # Is somebody removing the folder, file by file?  Then the manifest goes, too, in a moment.
         deadline = time.monotonic() + _DELETION_SECONDS
         while folder.is_checkpoint():
@@ -104,3 +108,12 @@ def add(
             time.sleep(0.1)
     finally:
         folder.close()
+
+
+def _say_where(error: NvmeResumeError | OSError, held: Path) -> None:
+    """Name the folder in an error, not the descriptor it is held by."""
+    if isinstance(error, OSError):
+        if isinstance(error.filename, str):
+            error.filename = error.filename.replace(str(held), str(held.resolve()), 1)
+    elif error.path is not None:
+        error.path = error.path.replace(str(held), str(held.resolve()), 1)

@@ -207,7 +207,10 @@ class SwapFiles:
         self._read = {key: frozen for key, frozen in mark.items() if isinstance(frozen, _Frozen)}
 
     def settle(self, mark: dict[str, object]) -> None:
-        """Adoptions since ``mark`` are final: copies get the public names, linked files' next writes get room."""
+        """Adoptions since ``mark`` are final: copies get the public names, linked files' next writes get room.
+
+        A copy that cannot have its public name is read under its private one; then nothing is left that can fail.
+        """
         for key, frozen in list(self._read.items()):
             before = mark.get(key)
             if before is frozen:
@@ -218,9 +221,14 @@ class SwapFiles:
                 if frozen.rewritten:
                     self._order_room(Path(key), frozen.nbytes)
             else:
-                self._take_room(key)
-                seam.current().rename(frozen.path, Path(key))
-                del self._read[key]
+                try:
+                    self._take_room(key)
+                    seam.current().rename(frozen.path, Path(key))
+                except (OSError, errors.NvmeResumeError):
+                    if frozen.rewritten and key not in self._room:
+                        self._order_room(Path(key), frozen.nbytes)
+                else:
+                    del self._read[key]
 
     def replaced(self, public: Path) -> None:
         """Somebody has written the public file as a whole."""
@@ -264,10 +272,14 @@ class SwapFiles:
     def _order_room(self, public: Path, nbytes: int) -> None:
         """See to an allocated file under the public name, off the training's path."""
         spare = self._take_spare(public, nbytes)
-        if spare is not None:
-            seam.current().rename(spare, public)
-            return
         disk = seam.current()
+        if spare is not None:
+            try:
+                disk.rename(spare, public)
+            except OSError:
+                log.warning("%s could not be used again as %s: allocating a fresh file", spare, public)
+            else:
+                return
         self._room[_key(public)] = self._submit(lambda: disk.allocate(public, nbytes)), nbytes
 
     def _take_spare(self, public: Path, nbytes: int) -> Path | None:

@@ -50,12 +50,14 @@ def run(
     buffered: bool = False,
     show: bool = False,
     gate: Gate | None = None,
+    live: bool = False,
 ) -> list[FileSeal]:
     """Run all copies; one FileSeal (size, hashes) for each, in order, or none at all when ``hash`` is False.
 
     ``what`` names the work on the progress bar, which appears after two seconds when ``show`` and the output
     is a terminal.  ``buffered`` keeps to the page cache (files just written by torch are still in it).
     ``gate``: for background threads; the copier then gives way to the training's own I/O and to every other thread.
+    ``live``: the sources are the training's own files, or those of a checkpoint that is not committed yet.
     Raises NoSpaceError, CorruptError (a source shorter than asked) or StorageError naming file and offset.
     """
     if not copies:
@@ -90,7 +92,7 @@ def run(
             with gate.running(transfer):
                 results = transfer.run()
     except OSError as error:
-        raise from_os_error(error, what) from error
+        raise from_os_error(error, what, live=live) from error
     if not hash:
         return []
     return [FileSeal(size=r.bytes, digest=r.digest, chunks=r.chunk_digests.hex()) for r in results]

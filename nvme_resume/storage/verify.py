@@ -31,7 +31,13 @@ def path_of(folder: Path, relative: str, *, rank: int, tag: str) -> Path:
     step = folder
     for part in Path(relative).parts:
         step = step / part
-        if step.is_symlink():
+        try:
+            leads_away = step.is_symlink()
+        except OSError as error:  # a name no file can have
+            raise CorruptError(
+                f"record names an impossible file: {error.strerror}", rank=rank, tag=tag, path=relative[:200]
+            ) from None
+        if leads_away:
             raise CorruptError("record leads through a symbolic link", rank=rank, tag=tag, path=str(step))
     return path
 

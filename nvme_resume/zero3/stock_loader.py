@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 
+from nvme_resume.errors import PeerError
 from nvme_resume.zero3.restore import Wanted
 
 _ACTIVE = "_nvme_resume_saved_rank"
@@ -77,6 +79,15 @@ def before(engine: Any) -> None:
 
 
 def after(engine: Any) -> None:
-    """Gather persistent parameters again.  Collective: all ranks or none."""
-    if engine._optimizer_has_ckpt_event_epilogue():
+    """Gather persistent parameters again.  Collective: all ranks or none; PeerError when a rank has died meanwhile."""
+    if not engine._optimizer_has_ckpt_event_epilogue():
+        return
+    try:
         engine.optimizer.checkpoint_event_epilogue()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # all that gloo says; DeepSpeed's group, so its timeout holds, not ours
+        raise PeerError(
+            f"the ranks could not gather their persistent parameters: {error}",
+            hint="look at the logs of the other ranks; a rank that died takes the job with it",
+        ) from error

@@ -40,10 +40,14 @@ def sound() -> Trio:
         state_index=0,
         numel=8,
         params=params,
-        tensors=(tensor(MASTER, "m.swp"), tensor("exp_avg", "e.swp"), tensor("exp_avg_sq", "o.pt", "pt")),
+        tensors=(
+            tensor(MASTER, "offloaded_tensors/rank00/m.swp"),
+            tensor("exp_avg", "offloaded_tensors/rank00/e.swp"),
+            tensor("exp_avg_sq", "o.pt", "pt"),
+        ),
         scalars={"step": 3},
     )
-    names = ("m.swp", "e.swp", "o.pt", "p.pt")
+    names = ("offloaded_tensors/rank00/m.swp", "offloaded_tensors/rank00/e.swp", "o.pt", "p.pt")
     files = {name: FileSeal(size=64, digest="0" * 32, chunks="") for name in names}
     listed = {name: FileRecord(size=64, digest="0" * 32 if name == "o.pt" else None) for name in names}
     record = RankRecord(
@@ -110,13 +114,15 @@ def adam_step(step: int) -> Callable[[Trio], Trio]:
 MASTER_TENSOR, FIRST, SECOND = sound()[0].sub_groups[0].tensors
 
 BROKEN: dict[str, Callable[[Trio], Trio]] = {
-    "a swap file without a hash": unsealed("e.swp"),
+    "a swap file without a hash": unsealed("offloaded_tensors/rank00/e.swp"),
     "the optimizer file without a hash": unsealed("o.pt"),
-    "a swap file that is not listed": unlisted("m.swp"),
+    "a swap file that is not listed": unlisted("offloaded_tensors/rank00/m.swp"),
     "the model file not listed": unlisted("p.pt"),
-    "another size in the seal": sealed_with("m.swp", size=65),
+    "another size in the seal": sealed_with("offloaded_tensors/rank00/m.swp", size=65),
     "another digest in the seal": sealed_with("o.pt", digest="1" * 32),
-    "two tensors in one swap file": group_with(tensors=(MASTER_TENSOR, tensor("exp_avg", "m.swp"), SECOND)),
+    "two tensors in one swap file": group_with(
+        tensors=(MASTER_TENSOR, tensor("exp_avg", "offloaded_tensors/rank00/m.swp"), SECOND)
+    ),
     "no master": group_with(tensors=(FIRST, SECOND)),
     "a key twice": group_with(
         tensors=(MASTER_TENSOR, FIRST, FIRST.model_copy(update={"file": "o.pt", "where": "pt"}))
@@ -128,7 +134,9 @@ BROKEN: dict[str, Callable[[Trio], Trio]] = {
     "a tensor of another size": group_with(
         tensors=(MASTER_TENSOR, FIRST, tensor("exp_avg_sq", "o.pt", "pt", 9))
     ),
-    "larger than its file": group_with(numel=32, tensors=(tensor(MASTER, "m.swp", numel=32),)),
+    "larger than its file": group_with(
+        numel=32, tensors=(tensor(MASTER, "offloaded_tensors/rank00/m.swp", numel=32),)
+    ),
     "an unknown dtype": group_with(
         tensors=(MASTER_TENSOR.model_copy(update={"dtype": "foo"}), FIRST, SECOND)
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -255,6 +256,27 @@ def test_private_files_of_dead_owners_go_those_of_living_ones_stay(tmp_path: Pat
     assert not path.exists()
     training.files.close()
     assert len(list(root.iterdir())) == 2  # the third one's folder and lock
+
+
+def test_locks_go_whose_owner_died_before_it_made_its_folder(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    root = layout.private_root(training.folder)
+    root.mkdir(parents=True)
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    here = socket.gethostname()
+    lone = root / f"{here}-{dead.pid}-0123abcd.lock"
+    # Not locked yet by a living process; on a host that cannot be asked; no private folder's.
+    stay = [
+        root / f"{here}-{os.getpid()}-0123abcd.lock",
+        root / "not-me-1-0123abcd.lock",
+        root / "rank0.lock",
+    ]
+    for path in (lone, *stay):
+        path.touch()
+    training.files.folder(training.folder)
+    assert not lone.exists()
+    assert all(path.exists() for path in stay)
 
 
 OPERATIONS = st.one_of(
