@@ -10,7 +10,7 @@ help:
 	@echo "make check        install, then compare an uninterrupted run with a resumed one (and plain DeepSpeed)"
 	@echo "make test         install, then lint, types, import contract, all fast tests"
 	@echo "make test-matrix  all pairs of settings, file systems, random sequences (about 40 minutes on two cores)"
-	@echo "make torture      kill -9 at 2,000 points of saves, loads and prunes (about half an hour on two cores)"
+	@echo "make torture      kill -9 at 2,000 points of saves, loads and prunes, power cuts, many saves (about an hour on two cores)"
 	@echo "make lint         lint, formats, types, import contract"
 	@echo "make sanitize     the native copier under ASan, UBSan and TSan"
 	@echo "make bench        saves, loads and copies beside plain DeepSpeed, fio, cp, rsync (under 10 minutes)"

@@ -123,6 +123,11 @@ def retired_tag(name: str) -> str | None:
     return name.removeprefix(RETIRED_PREFIX).rpartition(".")[0] if name.startswith(RETIRED_PREFIX) else None
 
 
+def removed(retired_name: str) -> str:
+    """Name of a replaced checkpoint that has no way back: its files are being removed."""
+    return f"{STAGING_PREFIX}{retired_name.removeprefix(RETIRED_PREFIX)}.removed"
+
+
 def is_leftover(name: str) -> bool:
     """True for a folder that only an interrupted save can have left behind."""
     return name.startswith((STAGING_PREFIX, RETIRED_PREFIX))

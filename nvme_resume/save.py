@@ -203,6 +203,7 @@ class Saver:
             )
             self.close()
             self._owned = save_dir, lock
+            commit.anchor(save_dir)
         for leftover in catalog.leftovers(save_dir):
             # Only now: while another job owned the folder they may have been its own.
             is_folder, done = leftover.is_dir(), commit.recover(leftover)

@@ -73,6 +73,19 @@ def folders_of(folder: Path) -> list[Path]:
     return [Path(root) for root, _, _ in os.walk(folder)]
 
 
+def anchor(save_dir: Path) -> None:
+    """Make the save folder's own name durable, and those of the folders above it on the same file system.
+
+    They may be as new as the first checkpoint; without them a power failure takes it along, synced or not.
+    """
+    disk = seam.current()
+    folder = save_dir.resolve()
+    while folder != folder.parent and disk.device(folder) == disk.device(folder.parent):
+        folder = folder.parent
+        with contextlib.suppress(PermissionError):  # a folder we may not read is none that was made for us
+            disk.sync_folder(folder)
+
+
 def publish(save_dir: Path, staging: str, manifest: Manifest, *, save_latest: bool) -> Path:
     """Steps 2 to 5 of the module's docstring; returns the final path.  OSError when a step failed."""
     disk = seam.current()
@@ -122,7 +135,10 @@ def publish(save_dir: Path, staging: str, manifest: Manifest, *, save_latest: bo
         raise
     if replaced is not None:
         with contextlib.suppress(OSError):  # committed all the same; the next save removes what is left
-            disk.remove_tree(replaced)
+            if exchanged:
+                disk.remove_tree(replaced)  # the exchange is durable by now
+            else:
+                _remove(replaced)
     return target
 
 
@@ -142,6 +158,22 @@ def _name_again(save_dir: Path, temporary: Path, named: bytes | None) -> None:
         disk.rename(temporary, save_dir / layout.LATEST)
 
 
+def _remove(leftover: Path) -> None:
+    """Remove what is no checkpoint, when it is durably none.
+
+    Some process may have been killed between a rename and its fsync: a power failure now must not bring back the names
+    of before for a folder that is half empty.  Nor may ``mend`` give such a folder its old tag again.
+    """
+    disk = seam.current()
+    disk.sync_folder(leftover.parent)
+    if layout.retired_tag(leftover.name) is not None:
+        going = leftover.with_name(layout.removed(leftover.name))
+        disk.rename(leftover, going)
+        disk.sync_folder(going.parent)
+        leftover = going
+    disk.remove_tree(leftover)
+
+
 def discard(save_dir: Path, staging: str, checkpoint_id: str) -> None:
     """Remove an unpublished staging folder (a failure to do so is not worth another error).
 
@@ -153,7 +185,7 @@ def discard(save_dir: Path, staging: str, checkpoint_id: str) -> None:
         published = (folder / layout.manifest()).is_file()
         if published and records.read_manifest(folder).checkpoint_id != checkpoint_id:
             return
-        seam.current().remove_tree(folder)
+        _remove(folder)
     except (OSError, NvmeResumeError):
         return
 
@@ -180,7 +212,7 @@ def recover(leftover: Path) -> str:
     if tag is not None:
         seam.current().rename(leftover, leftover.parent / tag)
         return f"put back as {tag}"
-    seam.current().remove_tree(leftover)
+    _remove(leftover)
     return "removed"
 
 
