@@ -11,10 +11,11 @@ from nvme_resume.version import __version__
 
 if TYPE_CHECKING:
     from nvme_resume.engine import NvmeResumeEngine
+    from nvme_resume.huggingface.callback import NvmeResumeCallback
     from nvme_resume.installer import install
     from nvme_resume.storage.catalog import last_resumable
 
-__all__ = ["NvmeResumeEngine", "NvmeResumeError", "__version__", "install", "last_resumable"]
+__all__ = ["NvmeResumeCallback", "NvmeResumeEngine", "NvmeResumeError", "__version__", "install", "last_resumable"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,6 +24,10 @@ def __getattr__(name: str) -> Any:
         from nvme_resume.engine import NvmeResumeEngine
 
         return NvmeResumeEngine
+    if name == "NvmeResumeCallback":
+        from nvme_resume.huggingface.callback import NvmeResumeCallback
+
+        return NvmeResumeCallback
     if name == "install":
         from nvme_resume.installer import install
 

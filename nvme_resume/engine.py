@@ -7,7 +7,8 @@ business, how files become durable is ``storage``'s.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,14 +18,13 @@ from nvme_resume.config import Options
 from nvme_resume.errors import (
     ConfigError,
     CorruptError,
-    LockedError,
     NoCheckpointError,
     NvmeResumeError,
     PeerError,
 )
 from nvme_resume.peers import Peers
 from nvme_resume.save import Saver
-from nvme_resume.storage import catalog, commit, locks, records, room
+from nvme_resume.storage import catalog, ownership, records, room
 from nvme_resume.storage import disk as seam
 from nvme_resume.storage.background import Background, Task
 from nvme_resume.storage.snapshot import SwapFiles
@@ -154,6 +154,27 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         """
         self._nvme_saver.wait_for_all()
 
+    @contextlib.contextmanager
+    def inside_larger_checkpoint(self) -> Iterator[None]:
+        """What is saved here is a part of a folder that the caller builds, names and tells of.
+
+        Collective.  On return the saves are committed and nothing holds on to the folder they went to: it may be renamed
+        (hashes that are still being taken follow it).
+        """
+        saver = self._nvme_saver
+        saver.narrate = False
+        try:
+            yield
+            saver.wait()
+        except NvmeResumeError as error:
+            if not isinstance(error, PeerError):  # every rank has it
+                with contextlib.suppress(NvmeResumeError):
+                    saver.wait()
+            raise
+        finally:
+            saver.narrate = True
+            saver.close()
+
     def _before_stock_save(self, folder: Path) -> None:
         """Refuse what could not be resumed; forget what DeepSpeed is about to overwrite in place."""
         if supported.is_zero3(self):
@@ -211,7 +232,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
             return self._load_stock(load_dir, tag, None, wanted, custom_load_fn)
         self._nvme_saver.wait()
         self._nvme_saver.wait_for_rotation()
-        peers.run(lambda: self._mend(Path(load_dir)), "look at the checkpoint folder")
+        peers.run(lambda: ownership.mend(Path(load_dir)), "look at the checkpoint folder")
         damaged: dict[str, CorruptError] = {}  # what looked complete and was not what had been saved
         while True:
             try:
@@ -279,20 +300,6 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
                 hint="name an older tag, if there is one",
             )
         return None
-
-    def _mend(self, load_dir: Path) -> None:
-        """Give checkpoints back their names; one of the ranks that see the folder does it, unless a job saves there."""
-        if not commit.lost(load_dir):
-            return
-        try:
-            lock = locks.take_save_folder(load_dir, hint="wait for it")
-        except LockedError:
-            return
-        try:
-            for tag in commit.mend(load_dir):
-                log.warning("%s was being replaced when a save died: put back", load_dir / tag)
-        finally:
-            lock.close()
 
     def _stock_can_load(self, folder: Path) -> bool:
         """Leave the load to DeepSpeed: state it keeps on the accelerator alone, saved by itself."""

@@ -1,7 +1,7 @@
 """``install()``: make ``deepspeed.initialize`` return wrapped engines where the configuration asks for it.
 
-The one thing patched is the function ``deepspeed.initialize``; engines whose configuration lacks
-``"nvme_checkpoint"`` come back exactly as before.
+Engines whose configuration lacks ``"nvme_checkpoint"`` come back exactly as before.  Of DeepSpeed only the function
+``deepspeed.initialize`` is patched; what changes in Hugging Face's libraries is listed in ``huggingface.patches``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from nvme_resume import config, ops
 from nvme_resume.engine import NvmeResumeEngine
 from nvme_resume.errors import LockedError
+from nvme_resume.huggingface import patches
 from nvme_resume.peers import Peers
 from nvme_resume.storage import locks, snapshot
 from nvme_resume.zero3 import supported
@@ -28,8 +29,12 @@ from nvme_resume.zero3 import supported
 _MARK = "_nvme_resume_original"
 
 
-def install() -> None:
-    """Patch ``deepspeed.initialize``.  Harmless to repeat."""
+def install(*, save_on_sigterm: bool = False) -> None:
+    """Patch ``deepspeed.initialize`` and, where it is used, Hugging Face's Trainer.  Harmless to repeat.
+
+    ``save_on_sigterm``: every Trainer saves at the end of the step in which a rank was told to end, then stops.
+    """
+    patches.install(save_on_sigterm=save_on_sigterm)
     original = deepspeed.initialize
     if hasattr(original, _MARK):
         return
@@ -51,6 +56,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Undo ``install``."""
+    patches.uninstall()
     deepspeed.initialize = getattr(deepspeed.initialize, _MARK, deepspeed.initialize)
 
 

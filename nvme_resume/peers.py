@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from nvme_resume import errors
@@ -68,6 +69,17 @@ class Peers:
             error = NvmeResumeError(f"{during}: {type(caught).__name__}: {caught}")
             error.__cause__ = caught
         return self.exchange(value, error, during)
+
+    def any(self, mine: bool) -> bool:
+        """Does any rank say yes?  Cheap: one all-reduce of a byte.  PeerError when a rank is gone."""
+        if self.alone:
+            return mine
+        said = torch.tensor([mine], dtype=torch.uint8)
+        try:
+            dist.all_reduce(said, dist.ReduceOp.MAX, group=self._group)
+        except RuntimeError as error:
+            raise PeerError(f"a rank is gone: {error}", rank=self.rank) from error
+        return bool(said.item())
 
     def agree(self, values: Sequence[Any], what: str) -> None:
         """PeerError on every rank unless all ranks brought the same value.  The values were exchanged already."""

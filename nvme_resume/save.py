@@ -25,9 +25,10 @@ from nvme_resume.errors import ConfigError, NvmeResumeError, PeerError, StorageE
 from nvme_resume.manifest import FileRecord, FileSeal, Manifest, RankEntry, RankRecord
 from nvme_resume.peers import Peers
 from nvme_resume.places import Place, Places
-from nvme_resume.storage import catalog, commit, ladder, locks, prune, records, room, seal, transfer
+from nvme_resume.storage import catalog, commit, ladder, prune, records, room, seal, transfer
 from nvme_resume.storage import disk as seam
 from nvme_resume.storage.background import Background, Task
+from nvme_resume.storage.ownership import Ownership
 from nvme_resume.storage.snapshot import SwapFiles
 from nvme_resume.version import __version__
 from nvme_resume.zero3 import capture, quiesce, stock_loader, supported
@@ -59,7 +60,8 @@ class Saver:
         self._said_no_background = False
         self._places = Places(peers)
         self._place: Place | None = None  # where the present save goes
-        self._owned: tuple[Path, locks.Lock] | None = None  # the save folder that this engine writes to
+        self._owned = Ownership()  # of the save folder that this engine writes to
+        self.narrate = True  # does rank 0 log starts and commits?
         self._rotation: list[Task] = []
 
     # ---- the public two ----
@@ -77,7 +79,7 @@ class Saver:
         checkpoint_id: str = proposals[0][0]
         self.find_place(save_dir, [p[3] for p in proposals])
         staging = layout.staging(tag, checkpoint_id)
-        if peers.rank == 0:
+        if self._reports():
             log.info("saving checkpoint %s to %s", tag, save_dir)
         stock_loader.before(engine)
         part = _Part(self, save_dir, staging, checkpoint_id, tag)
@@ -118,7 +120,7 @@ class Saver:
             )
             self._rotation = [*(t for t in self._rotation if not t.wait(0)), task]
         part.seal_later(save_dir / tag)
-        if peers.rank == 0:
+        if self._reports():
             _log_commit(save_dir / tag, sizes, start)
 
     def wait(self) -> None:
@@ -143,9 +145,7 @@ class Saver:
 
     def close(self) -> None:
         """Give up the save folder."""
-        if self._owned is not None:
-            self._owned[1].close()
-            self._owned = None
+        self._owned.close()
 
     def wait_for_all(self) -> None:
         """The same, and until the hashes of linked files are written.  Collective."""
@@ -162,6 +162,9 @@ class Saver:
     def publishes(self) -> bool:
         """One process for each place the checkpoint is written to, as ``find_place`` found it."""
         return self._place is not None and self._place.publisher
+
+    def _reports(self) -> bool:
+        return self.narrate and self._peers.rank == 0
 
     def _ranks_here(self) -> tuple[int, ...]:
         """The ranks that share the save folder with this one."""
@@ -197,18 +200,7 @@ class Saver:
 
     def own(self, save_dir: Path) -> None:
         """Be the one job that saves there, until another folder is saved to.  LockedError names the other."""
-        if self._owned is None or self._owned[0] != save_dir:
-            lock = locks.take_save_folder(
-                save_dir, hint="save to a folder of your own, or end the other job first"
-            )
-            self.close()
-            self._owned = save_dir, lock
-            commit.anchor(save_dir)
-        for leftover in catalog.leftovers(save_dir):
-            # Only now: while another job owned the folder they may have been its own.
-            is_folder, done = leftover.is_dir(), commit.recover(leftover)
-            if is_folder:
-                log.warning("%s was left behind by an interrupted save: %s", leftover, done)
+        self._owned.take(save_dir)
 
     def _rotate(self, save_dir: Path, ranks: tuple[int, ...]) -> None:
         """Remove old checkpoints.  A failure is not worth an error: the new one is committed."""
@@ -280,7 +272,7 @@ class Saver:
         self._drain = self._work.submit(
             f"copy of checkpoint {head.tag}", part.drain, options.timeout_seconds, awaited=True
         )
-        report, ranks = self._peers.rank == 0, self._ranks_here()
+        report, ranks = self._reports(), self._ranks_here()
         given_up = threading.Event()
 
         def publish() -> None:

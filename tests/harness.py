@@ -73,8 +73,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def launch(tmp: Path, name: str, ranks: int, module: str, *arguments: str) -> tuple[list[int], str]:
-    """Run ``python -m module arguments`` in ``ranks`` fresh processes: exit codes, and the ends of their logs."""
+def launch(
+    tmp: Path, name: str, ranks: int, module: str, *arguments: str, python: str = sys.executable, nodes: bool = False
+) -> tuple[list[int], str]:
+    """Run ``python -m module arguments`` in ``ranks`` fresh processes: exit codes, and the ends of their logs.
+
+    ``nodes``: each says it is the first of a node.
+    """
     port = free_port()
     logs = [tmp / f"log-{name}.{rank}.txt" for rank in range(ranks)]
     processes = []
@@ -82,7 +87,7 @@ def launch(tmp: Path, name: str, ranks: int, module: str, *arguments: str) -> tu
         environment = {
             **os.environ,
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": "0" if nodes else str(rank),
             "WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
@@ -94,7 +99,7 @@ def launch(tmp: Path, name: str, ranks: int, module: str, *arguments: str) -> tu
         with log.open("wb") as stream:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", module, *arguments],
+                    [python, "-m", module, *arguments],
                     cwd=ROOT,
                     env=environment,
                     stdout=stream,

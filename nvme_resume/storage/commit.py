@@ -91,25 +91,15 @@ def publish(save_dir: Path, staging: str, manifest: Manifest, *, save_latest: bo
     disk = seam.current()
     source, target = save_dir / staging, save_dir / manifest.tag
     latest = save_dir / f"{layout.STAGING_PREFIX}{layout.LATEST}.{manifest.checkpoint_id}"
-    replaced: Path | None = None
-    exchanged = moved = pointed = False
+    names = _Names(save_dir / layout.retired(manifest.tag, manifest.checkpoint_id))
+    pointed = False
     try:
         named = _named_now(save_dir) if save_latest else None
         disk.write(source / layout.manifest(), encode(manifest), sync=False)
         if save_latest:
             disk.write(latest, manifest.tag.encode(), sync=False)
         sync_all([source / layout.manifest(), *([latest] if save_latest else [])], [source / layout.RECORDS])
-        if not target.exists():
-            disk.rename(source, target)
-        elif disk.exchange(source, target):
-            replaced, exchanged = source, True
-        else:
-            # No RENAME_EXCHANGE here (NFS, some FUSE): two renames; a crash between them leaves the old
-            # checkpoint under a name that the next start recognises.
-            replaced = save_dir / layout.retired(manifest.tag, manifest.checkpoint_id)
-            disk.rename(target, replaced)
-            disk.rename(source, target)
-        moved = True
+        names.give(source, target)
         disk.sync_folder(save_dir)
         if save_latest:
             disk.rename(latest, save_dir / layout.LATEST)
@@ -120,26 +110,75 @@ def publish(save_dir: Path, staging: str, manifest: Manifest, *, save_latest: bo
         with contextlib.suppress(OSError):
             if pointed:
                 _name_again(save_dir, latest, named)
-            if exchanged:
-                if not disk.exchange(source, target):
-                    raise
-            else:
-                if moved:
-                    disk.rename(target, source)
-                if replaced is not None and replaced.exists():
-                    disk.rename(replaced, target)
+            if not names.take_back(source, target):
+                raise
             # Half a manifest would keep ``discard`` from knowing the folder for this save's.
             disk.remove_tree(source / layout.manifest())
         with contextlib.suppress(OSError):
             disk.remove_tree(latest)
         raise
-    if replaced is not None:
-        with contextlib.suppress(OSError):  # committed all the same; the next save removes what is left
-            if exchanged:
-                disk.remove_tree(replaced)  # the exchange is durable by now
-            else:
-                _remove(replaced)
+    names.remove_replaced()
     return target
+
+
+def move_in(source: Path, target: Path, save_id: str) -> None:
+    """Steps 3 and 4 for a finished folder that lies in a staging folder beside ``target``.
+
+    Everything in it is durable already.  OSError when a step failed; then nothing has changed its name.
+    """
+    names = _Names(target.with_name(layout.retired(target.name, save_id)))
+    try:
+        names.give(source, target)
+        sync_all([], {source.parent, target.parent})
+    except OSError:
+        with contextlib.suppress(OSError):
+            names.take_back(source, target)
+        raise
+    names.remove_replaced()
+
+
+class _Names:
+    """The change of names that makes a staging folder the checkpoint, and how to take it back."""
+
+    def __init__(self, retired: Path) -> None:
+        self._retired = retired
+        self._replaced: Path | None = None
+        self._exchanged = self._moved = False
+
+    def give(self, source: Path, target: Path) -> None:
+        disk = seam.current()
+        if not target.exists():
+            disk.rename(source, target)
+        elif disk.exchange(source, target):
+            self._replaced, self._exchanged = source, True
+        else:
+            # No RENAME_EXCHANGE here (NFS, some FUSE): two renames; a crash between them leaves the old
+            # checkpoint under a name that the next start recognises.
+            self._replaced = self._retired
+            disk.rename(target, self._retired)
+            disk.rename(source, target)
+        self._moved = True
+
+    def take_back(self, source: Path, target: Path) -> bool:
+        """False when the exchange cannot be undone.  Raises OSError."""
+        disk = seam.current()
+        if self._exchanged:
+            return disk.exchange(source, target)
+        if self._moved:
+            disk.rename(target, source)
+        if self._replaced is not None and self._replaced.exists():
+            disk.rename(self._replaced, target)
+        return True
+
+    def remove_replaced(self) -> None:
+        """What was replaced goes.  A failure is not worth an error: the next save removes what is left."""
+        if self._replaced is None:
+            return
+        with contextlib.suppress(OSError):
+            if self._exchanged:
+                seam.current().remove_tree(self._replaced)  # the exchange is durable by now
+            else:
+                _remove(self._replaced)
 
 
 def _named_now(save_dir: Path) -> bytes | None:

@@ -1,0 +1,77 @@
+"""``resume_from_checkpoint=True``: the newest checkpoint folder that is complete."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from nvme_resume import logs
+from nvme_resume.huggingface import rotation
+from nvme_resume.peers import Peers
+from nvme_resume.storage import catalog, ownership
+from nvme_resume.storage import disk as seam
+
+log = logs.logger
+
+_STATE = "trainer_state.json"  # transformers.trainer.TRAINER_STATE_NAME, written last
+_LARGEST_STATE = 1 << 30  # bytes
+
+
+def newest(output_dir: Path) -> Path | None:
+    """The newest complete ``checkpoint-N`` as this process sees it, or None; says what was skipped and why."""
+    return _choose(output_dir, [_problems(output_dir)], speak=True)
+
+
+def newest_of_all(output_dir: Path, peers: Peers) -> Path | None:
+    """The newest that is complete on every rank, the same on all.  Collective."""
+    found = peers.run(lambda: _problems(output_dir), "choice of the checkpoint")
+    return _choose(output_dir, found, speak=peers.rank == 0)
+
+
+def problem_with(folder: Path) -> str | None:
+    """Why a ``checkpoint-N`` folder is not complete; None when it is, as far as records and sizes tell."""
+    if (folder / catalog.INCOMPLETE).exists():
+        return f"{catalog.INCOMPLETE} is there"
+    state = folder / _STATE
+    if not state.is_file():
+        return f"no {_STATE}: its save did not finish"
+    try:
+        json.loads(seam.current().read(state, _LARGEST_STATE))
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{_STATE} cannot be read: {error}"
+    tags = catalog.tags(folder)
+    if not tags or catalog.last_resumable(folder) is not None:
+        return None
+    first = catalog.latest(folder)
+    found = first if first is not None else catalog.look(folder, tags[-1])
+    return found.problem  # without one it is plain DeepSpeed's, and no ``latest`` names it
+
+
+def _problems(output_dir: Path) -> dict[str, str | None]:
+    """The checkpoint folders there are, and what is wrong with each."""
+    if not output_dir.is_dir():
+        return {}
+    ownership.mend(output_dir)
+    names = rotation.by_step(p.name for p in output_dir.iterdir() if p.is_dir())
+    return {name: problem_with(output_dir / name) for name in names}
+
+
+def _choose(output_dir: Path, of_ranks: list[dict[str, str | None]], *, speak: bool) -> Path | None:
+    skipped: list[str] = []
+    chosen: str | None = None
+    for name in reversed(rotation.by_step({n for found in of_ranks for n in found})):
+        absent = [rank for rank, found in enumerate(of_ranks) if name not in found]
+        problem = next((p for found in of_ranks if (p := found.get(name)) is not None), None)
+        if problem is None and absent:
+            problem = f"ranks {absent} do not have it"
+        if problem is None:
+            chosen = name
+            break
+        skipped.append(f"{name} ({problem})")
+    if skipped and speak:
+        log.warning(
+            "%s; skipped: %s",
+            f"resuming from {output_dir / chosen}" if chosen else f"no checkpoint in {output_dir} is complete",
+            "; ".join(skipped),
+        )
+    return None if chosen is None else output_dir / chosen

@@ -1,0 +1,140 @@
+"""Everything that ``install()`` changes in Hugging Face's libraries, and for which versions that was tested.
+
+==========================================  ==========================================================================
+``Trainer._save_checkpoint``                builds ``checkpoint-N`` aside and publishes it (``trainer.save``)
+``TrainingArguments.should_save``           while that goes on: one process a file system says yes
+``PartialState.wait_for_everyone``          nothing while that goes on (4.38 guards its own renames with it), but for FSDP
+``get_last_checkpoint`` (``trainer_utils``)  the newest complete folder, as this process sees it
+``get_last_checkpoint`` (``trainer``)        the same, agreed by all ranks (``resume_from_checkpoint=True``)
+``trainer.shutil.rmtree``                   a checkpoint folder goes in one rename (``load_best_model_at_end``, limit 1)
+``trainer.DEFAULT_CALLBACKS``               one more, if ``save_on_sigterm`` was asked for
+==========================================  ==========================================================================
+
+Nothing is patched before ``transformers.trainer`` is imported by somebody, and nothing without ``install()``.  wrapt
+does the patching: it keeps signatures, can hook an import that comes later, and its wrappers can be taken off again.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import wrapt
+
+from nvme_resume import logs
+from nvme_resume.huggingface import choice, rotation, trainer
+from nvme_resume.huggingface.folders import TIMEOUT_SECONDS
+from nvme_resume.peers import Peers
+from nvme_resume.storage import prune
+
+log = logs.logger
+
+TESTED_TRANSFORMERS = ("4.38.2", "5.24.0")
+
+_undo: list[Callable[[], None]] = []
+_state = {"wanted": False, "hooked": False, "sigterm": False}
+
+
+def install(*, save_on_sigterm: bool = False) -> None:
+    """Patch ``transformers.trainer`` now, or when it is imported.  Harmless to repeat."""
+    _state["wanted"] = True
+    _state["sigterm"] = _state["sigterm"] or save_on_sigterm
+    module = sys.modules.get("transformers.trainer")
+    if module is not None and hasattr(module, "Trainer"):
+        _patch(module)
+    elif not _state["hooked"]:
+        _state["hooked"] = True
+        wrapt.register_post_import_hook(_patch, "transformers.trainer")
+
+
+def uninstall() -> None:
+    """Undo ``install``."""
+    _state.update(wanted=False, sigterm=False)
+    while _undo:
+        _undo.pop()()
+
+
+def _patch(module: Any) -> None:
+    if _undo or not _state["wanted"]:
+        return
+    version = importlib.metadata.version("transformers")
+    kind = module.Trainer
+    arguments = module.TrainingArguments
+    missing = [
+        f"{owner.__name__}.{name}"
+        for owner, name in [(kind, "_save_checkpoint"), (kind, "_get_output_dir"), (kind, "_push_from_checkpoint"),
+                            (arguments, "should_save"), (module, "get_last_checkpoint")]
+        if not hasattr(owner, name)
+    ]  # fmt: skip
+    if missing:
+        log.warning(
+            "transformers %s has no %s: its checkpoint folders are left as they are (tested: %s)",
+            version,
+            ", ".join(missing),
+            ", ".join(TESTED_TRANSFORMERS),
+        )
+        return
+    if version not in TESTED_TRANSFORMERS:
+        log.warning(
+            "transformers %s is not one nvme_resume was tested with (%s)", version, ", ".join(TESTED_TRANSFORMERS)
+        )
+    _replace(kind, "_save_checkpoint", wrapt.FunctionWrapper(kind._save_checkpoint, _save))
+    original = arguments.should_save
+    _replace(arguments, "should_save", property(lambda args: trainer.is_publisher(lambda: original.fget(args))))
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        wait = wrapt.FunctionWrapper(state.PartialState.wait_for_everyone, _wait)
+        _replace(state.PartialState, "wait_for_everyone", wait)
+    utilities = sys.modules["transformers.trainer_utils"]
+    _replace(utilities, "get_last_checkpoint", wrapt.FunctionWrapper(utilities.get_last_checkpoint, _newest))
+    _replace(module, "get_last_checkpoint", wrapt.FunctionWrapper(module.get_last_checkpoint, _agreed))
+    _replace(module, "shutil", types.SimpleNamespace(**{**vars(shutil), "rmtree": _remove}))
+
+
+    if _state["sigterm"] and hasattr(module, "DEFAULT_CALLBACKS"):
+        from nvme_resume.huggingface.callback import SaveOnSigterm  # needs transformers, which is there now
+
+        _replace(module, "DEFAULT_CALLBACKS", [*module.DEFAULT_CALLBACKS, SaveOnSigterm])
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    before = vars(owner)[name]
+    _undo.append(lambda: setattr(owner, name, before))
+    setattr(owner, name, value)
+
+
+def _save(original: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    return trainer.save(original, instance, args, kwargs)
+
+
+def _wait(original: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    return trainer.waits(original, args, kwargs)
+
+
+def _newest(original: Any, instance: Any, args: Any, kwargs: Any) -> str | None:
+    return _text(choice.newest(Path(args[0] if args else kwargs["folder"])))
+
+
+def _agreed(original: Any, instance: Any, args: Any, kwargs: Any) -> str | None:
+    return _text(choice.newest_of_all(Path(args[0] if args else kwargs["folder"]), Peers(TIMEOUT_SECONDS)))
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _remove(path: Any, *args: Any, **kwargs: Any) -> None:
+    """``shutil.rmtree`` as the Trainer calls it."""
+    folder = Path(path)
+    if rotation.step_of(folder.name) is None or not folder.is_dir():
+        shutil.rmtree(path, *args, **kwargs)
+        return
+    try:
+        prune.remove(folder.parent, folder.name)
+    except FileNotFoundError:  # another rank was faster
+        return

@@ -1,0 +1,50 @@
+"""Case S1 and its relatives: ``resume_from_checkpoint=True`` continues to the last bit, with no code of ours in the script."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.huggingface import runs
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    # Without ``gather`` the Trainer saves the same DeepSpeed tag twice in one save (case C2).
+    "warmup": (1, {"gather": False}),
+    # 18 micro-batches of two ranks: groups of 3 with a last one of ... per epoch of 10: 3, 3, 3, 1.
+    "cosine, partial groups": (
+        2,
+        {"scheduler": "cosine", "rows": 40, "arguments": {"gradient_accumulation_steps": 3, "warmup_steps": 1}},
+    ),
+    "lora": (1, {"lora": True}),
+    "sft": (2, {"kind": "sft", "arguments": {"save_steps": 2}}),
+    "grpo": (2, {"kind": "grpo", "arguments": {"save_steps": 2}}),
+    "sft, one rank": (1, {"kind": "sft", "arguments": {"save_steps": 2}}),
+    "grpo, one rank": (1, {"kind": "grpo", "arguments": {"save_steps": 2}}),
+    "one rank, partial groups": (
+        1,
+        {"scheduler": "cosine", "rows": 20, "arguments": {"gradient_accumulation_steps": 3}},
+    ),
+}
+FAST = ("warmup", "cosine, partial groups", "lora", "sft", "grpo")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.huggingface) for n in CASES]
+)
+def test_resumes_exactly(tmp_path: Path, name: str) -> None:
+    ranks, case = CASES[name]
+    whole, _ = runs.run(tmp_path, "whole", ranks, **case)
+    out = tmp_path / "out"
+    shutil.rmtree(out / "checkpoint-6")
+    step = max(int(n.rpartition("-")[2]) for n in runs.checkpoints(out))
+    resumed, log = runs.run(tmp_path, "resumed", ranks, **case, resume=True)
+    assert [e["step"] for e in whole["logs"]] == [1, 2, 3, 4, 5, 6]
+    assert [e for e in resumed["logs"] if e["step"] > step] == whole["logs"][step:]
+    assert resumed["logs"] == whole["logs"]
+    tag = out / "checkpoint-6" / "global_step6"
+    assert json.loads((tag / "nvme_resume" / "manifest.json").read_text())["body"]["world_size"] == ranks
+    assert not [p for p in out.rglob(".*") if p.name.startswith((".tmp-", ".old-"))]
