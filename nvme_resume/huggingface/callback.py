@@ -30,6 +30,7 @@ class SaveOnSigterm(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Listen for the signal."""
+        logs.ensure_visible()
         self._peers = Peers(TIMEOUT_SECONDS)
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._tell)

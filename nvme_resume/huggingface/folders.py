@@ -91,6 +91,11 @@ class Building:
         """Do ``work`` on every rank; the same error on every rank when it fails on any."""
         return self._peers.run(work, during)
 
+    def is_written(self) -> None:
+        """The Trainer is done here.  Before any rank makes it durable: what is listed then must stay."""
+        if self.publisher:
+            seam.current().remove_tree(self.folder / _PLACEHOLDER)
+
     def publish(self) -> int:
         """Make it durable, then give it its name; its size in bytes, of all places together.
 
@@ -99,11 +104,10 @@ class Building:
         name = self.final.name
 
         def make_durable() -> int:
-            if self.publisher:
-                seam.current().remove_tree(self.folder / _PLACEHOLDER)
             if not (self.publisher or self._peers.local_rank == 0):
                 return 0
-            files = [p for p in self.folder.rglob("*") if p.is_file() and not p.is_symlink()]
+            found = (p for p in self.folder.rglob("*") if p.name != _PLACEHOLDER)  # may be seen late
+            files = [p for p in found if p.is_file() and not p.is_symlink()]
             commit.sync_all(files, commit.folders_of(self.folder))
             return sum(p.stat().st_size for p in files) if self.publisher else 0
 

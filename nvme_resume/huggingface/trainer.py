@@ -165,6 +165,7 @@ def _finish_state(trainer: Any, building: Building) -> None:
         folder = building.run_dir / f"checkpoint-{best}"
         if folder == building.final or folder.is_dir():
             state.best_model_checkpoint = str(folder)
+    building.is_written()
     if building.publisher and (building.folder / _STATE).exists():
         state.save_to_json(str(building.folder / _STATE))
 

@@ -97,8 +97,8 @@ def save(case: dict[str, Any]) -> list[dict[str, Any]]:
                 report["committed"] = True
             except NvmeResumeError as error:
                 report |= {"committed": False, "error": str(error)}
-            report["changes"] = changes = max(changes, disk.calls)
             if moment is None:
+                changes = disk.calls  # one that fails makes more, taking back what it did
                 shut_down(place)
         reports.append(report)
     return reports

@@ -23,7 +23,8 @@ SIZE = 1 << 30  # of each sparse image
 # The last changes of a save: manifest, latest, their fsyncs, rename, fsync, rename of latest, fsync.
 FAST: list[int | None] = [None, -1, -3, -6]
 METHODS: dict[str, dict[str, Any]] = {
-    "link": {"method": "link"},
+    # Hashed before the commit: a hash that is written after it would be counted as a change of the save.
+    "link": {"method": "link", "seal": "before_commit"},
     "direct": {"method": "direct"},
     "async": {"method": "direct", "async": True},
 }

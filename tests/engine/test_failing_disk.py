@@ -131,7 +131,8 @@ def check_saves(
             assert found["leftovers"] == [] or fault[2] == "remove_tree", found
         assert found["leftovers_later"] == [], found
         assert found["next"] is None and found["load"] is None and found["at_rest"] is None, found
-        assert found.get("synced_again", []) == [], found
+        # A folder may be synced again before what is in it is removed; that must not become a commit.
+        assert found.get("synced_again", []) == [] or failure is not None, found
     assert result["losses"] == undisturbed[: len(result["losses"])]
 
 

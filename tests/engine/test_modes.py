@@ -12,7 +12,7 @@ import pytest
 from nvme_resume import layout
 from tests import harness
 
-SCRIPT = "zero_to_fp32.py"  # DeepSpeed's, and executable
+SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # DeepSpeed's, and executable
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_modes_follow_the_umask(tmp_path: Path, umask: int, method: str) -> None
     save = {"at": 1, "dir": str(folder), "wait": True}
     case = {"layers": 2, "until": 1, "nvme_checkpoint": {"method": method}}
     harness.run(tmp_path, "first", saves=[save, save], **case)  # the second one replaces the first
-    found = {p: p.lstat().st_mode for p in [folder, *folder.rglob("*")] if p.name != SCRIPT}
+    found = {p: p.lstat().st_mode for p in [folder, *folder.rglob("*")] if p.name not in SCRIPTS}
     names = {p.name for p in found}
     assert {layout.LATEST, "rank00.json", "rank00.seal.json", "rank00.extras.safetensors"} <= names
     assert any(n.endswith(".tensor.swp") for n in names) and any(n.endswith("optim_states.pt") for n in names)

@@ -33,6 +33,8 @@ DEFAULTS: dict[str, Any] = {
     "arguments": {},  # of TrainingArguments
     "sigterm_at": None,
     "die_in_save_at": None,
+    "node_local": False,
+    "private": False,  # each rank has an output folder of its own
 }
 VOCABULARY = 256
 
@@ -40,6 +42,12 @@ VOCABULARY = 256
 def main(path: str) -> None:
     case: dict[str, Any] = {**DEFAULTS, **json.loads(Path(path).read_text())}
     quick_start.remember_cpu()
+    case["report"] = f"{case['out']}.{os.environ['RANK']}.json"
+    if case["private"]:  # the same path leads to another folder
+        node = Path(f"{case['out']}-of-{os.environ['RANK']}")
+        node.mkdir(exist_ok=True)
+        os.chdir(node)
+        case["out"] = "out"
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(case["seed"])
     trainer = {"trainer": plain, "sft": sft, "grpo": grpo}[case["kind"]](case)
@@ -53,7 +61,7 @@ def finish(trainer: Any, case: dict[str, Any]) -> None:
     logs = [{k: e[k] for k in keys if k in e} for e in trainer.state.log_history]
     logs = [e for e in logs if e.keys() & {"loss", "eval_loss"}]
     report = {"logs": logs, "best": trainer.state.best_model_checkpoint}
-    Path(f"{case['out']}.{os.environ['RANK']}.json").write_text(json.dumps(report))
+    Path(case["report"]).write_text(json.dumps(report))
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     os._exit(0)
@@ -115,6 +123,7 @@ def deepspeed_config(case: dict[str, Any]) -> dict[str, Any]:
     zero["stage3_gather_16bit_weights_on_model_save"] = case["gather"]
     config["aio"]["block_size"] = 1 << 20
     config["nvme_checkpoint"] = case["nvme_checkpoint"]
+    config["checkpoint"] = {"use_node_local_storage": case["node_local"]}
     if case["scheduler"] is not None:
         del config["scheduler"]
     return config

@@ -1,0 +1,156 @@
+"""A ``checkpoint-N`` folder is there whole or not at all: several ranks, several "nodes", deaths, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.huggingface import runs
+
+DDP = {"deepspeed": False, "steps": 30, "arguments": {"save_steps": 2, "save_total_limit": 2}}
+OLD = os.environ.get("NVME_RESUME_OLD_TRANSFORMERS")  # a Python with transformers 4.38.2; scripts/old_transformers
+
+
+def complete(folder: Path, ranks: int) -> None:
+    names = {p.name for p in folder.iterdir()}
+    wanted = {"trainer_state.json", "optimizer.pt", "scheduler.pt", "training_args.bin", "model.safetensors"}
+    states = {f"rng_state_{rank}.pth" for rank in range(ranks)} if ranks > 1 else {"rng_state.pth"}
+    assert wanted | states <= names, names
+    state = json.loads((folder / "trainer_state.json").read_text())
+    assert state["global_step"] == int(folder.name.rpartition("-")[2])
+    assert ".tmp-" not in json.dumps(state)
+
+
+def ends_with(out: Path, names: list[str], ranks: int) -> None:
+    assert runs.checkpoints(out) == names
+    for name in names:
+        complete(out / name, ranks)
+
+
+def test_four_ranks_save_and_rotate(tmp_path: Path) -> None:
+    _, log = runs.run(tmp_path, "ddp", 4, **DDP)
+    ends_with(tmp_path / "out", ["checkpoint-28", "checkpoint-30"], 4)
+    lines = [line for line in log.splitlines() if "[nvme_resume]" in line]
+    assert len(lines) <= 15 and all("checkpoint-" in line for line in lines), lines
+    assert f"committed {tmp_path}/out/checkpoint-30: step 30, " in log
+
+
+@pytest.mark.huggingface
+@pytest.mark.parametrize("turn", range(20))
+def test_twenty_times(tmp_path: Path, turn: int) -> None:
+    runs.run(tmp_path, "ddp", 4, **DDP)
+    ends_with(tmp_path / "out", ["checkpoint-28", "checkpoint-30"], 4)
+
+
+@pytest.mark.parametrize("node_local", [False, True], ids=["", "use_node_local_storage"])
+@pytest.mark.parametrize("each_node", [False, True], ids=["", "save_on_each_node"])
+@pytest.mark.parametrize(
+    "python",
+    [
+        "here",
+        pytest.param("4.38.2", marks=[
+            pytest.mark.huggingface, pytest.mark.skipif(not OLD, reason="NVME_RESUME_OLD_TRANSFORMERS is not set")
+        ]),
+    ],
+)  # fmt: skip
+def test_two_nodes_with_one_folder(tmp_path: Path, python: str, each_node: bool, node_local: bool) -> None:
+    """All four flags; LOCAL_RANK is 0 in both.  The Trainer of 4.38.2 alone leaves no checkpoint, or wrong ones."""
+    how = {"python": str(OLD)} if python != "here" else {}
+    arguments = {**DDP["arguments"], "save_on_each_node": each_node}  # type: ignore[dict-item]
+    case: dict[str, Any] = {**DDP, "arguments": arguments, "node_local": node_local}
+    if python == "here" and not (each_node and node_local):
+        case |= {"steps": 8}
+    last = case["steps"]
+    runs.run(tmp_path, "nodes", 2, nodes=True, **how, **case)
+    ends_with(tmp_path / "out", sorted([f"checkpoint-{last - 2}", f"checkpoint-{last}"]), 2)
+
+
+def test_two_nodes_with_folders_of_their_own(tmp_path: Path) -> None:
+    """Each gets what a resume there needs, whatever ``save_on_each_node`` says."""
+    case = {**DDP, "steps": 6, "arguments": {"save_steps": 2, "save_total_limit": 1}}
+    runs.run(tmp_path, "apart", 2, nodes=True, **case, private=True)
+    for rank in (0, 1):
+        out = tmp_path / f"out-of-{rank}" / "out"
+        assert runs.checkpoints(out) == ["checkpoint-6"]
+        names = {p.name for p in (out / "checkpoint-6").iterdir()}
+        assert {"trainer_state.json", "model.safetensors", f"rng_state_{rank}.pth"} <= names
+    shutil.rmtree(tmp_path / "out-of-1" / "out" / "checkpoint-6")
+    _, log = runs.run(tmp_path, "lost", 2, nodes=True, codes=[1, 1], **case, private=True, resume=True)
+    assert "checkpoint-6 (ranks [1] do not have it)" in log
+
+
+@pytest.mark.parametrize("deepspeed", [False, True], ids=["ddp", "zero3"])
+def test_killed_in_a_save(tmp_path: Path, deepspeed: bool) -> None:
+    """The next start resumes from the checkpoint before, and the folder that was being built goes."""
+    case: dict[str, Any] = {
+        "deepspeed": deepspeed, "steps": 6, "arguments": {"save_steps": 2, "save_total_limit": 2},
+    }  # fmt: skip
+    whole, _ = runs.run(tmp_path, "whole", 2, **case, out=str(tmp_path / "whole"))
+    runs.run(tmp_path, "killed", 2, **case, die_in_save_at=[4, 1], codes=[1, 9])
+    out = tmp_path / "out"
+    assert runs.checkpoints(out)[-1] == "checkpoint-2" and len(runs.checkpoints(out)) <= 2
+    resumed, _ = runs.run(tmp_path, "resumed", 2, **case, seed=2, resume=True)
+    assert resumed["logs"] == whole["logs"]
+    assert runs.checkpoints(out) == ["checkpoint-4", "checkpoint-6"]
+
+
+def test_sigterm_ends_with_a_checkpoint(tmp_path: Path) -> None:
+    """A spot instance is taken away: one rank hears of it."""
+    case = {"deepspeed": False, "steps": 8, "arguments": {"save_steps": 100}}
+    whole, _ = runs.run(tmp_path, "whole", 2, **case, out=str(tmp_path / "whole"))
+    _, log = runs.run(tmp_path, "told", 2, **case, sigterm_at=[5, 1], options=("--save-on-sigterm",))
+    assert runs.checkpoints(tmp_path / "out") == ["checkpoint-5"]
+    assert "SIGTERM: saving at step 5" in log
+    resumed, _ = runs.run(tmp_path, "resumed", 2, **case, seed=2, resume=True)
+    assert resumed["logs"] == whole["logs"]
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_the_best_model_stays(tmp_path: Path, limit: int) -> None:
+    """Its path is a final one, at the end and in every ``trainer_state.json``."""
+    arguments = {"save_steps": 2, "eval_steps": 2, "eval_strategy": "steps", "save_total_limit": limit,
+                 "load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 0.3}  # fmt: skip
+    report, _ = runs.run(tmp_path, "best", 2, deepspeed=False, steps=8, arguments=arguments)
+    out = tmp_path / "out"
+    losses = {f"checkpoint-{e['step']}": e["eval_loss"] for e in report["logs"] if "eval_loss" in e}
+    best = min(losses, key=lambda name: losses[name])
+    assert report["best"] == str(out / best)
+    there = runs.checkpoints(out)
+    assert best in there and (limit == 1 or "checkpoint-8" in there) and len(there) == limit
+    for name in there:
+        complete(out / name, 2)
+        named = json.loads((out / name / "trainer_state.json").read_text())["best_model_checkpoint"]
+        assert Path(named).parent == out and named in [str(out / n) for n in losses]
+
+
+def test_going_back_past_a_later_checkpoint(tmp_path: Path) -> None:
+    """Case C3: the step-6 checkpoint that is there is replaced when its step comes again."""
+    out = tmp_path / "out"
+    case = {"steps": 6, "arguments": {"save_steps": 2}}
+    whole, _ = runs.run(tmp_path, "whole", **case)
+    before = (out / "checkpoint-6").stat().st_ino
+    resumed, _ = runs.run(tmp_path, "back", **case, seed=2, resume=str(out / "checkpoint-2"))
+    assert resumed["logs"] == whole["logs"]
+    assert runs.checkpoints(out) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert (out / "checkpoint-6").stat().st_ino != before
+
+
+def test_two_jobs_with_one_output_folder(tmp_path: Path) -> None:
+    from nvme_resume.storage import locks
+
+    out = tmp_path / "out"
+    out.mkdir()
+    with_it = locks.take_save_folder(out, hint="")
+    try:
+        _, log = runs.run(
+            tmp_path, "second", deepspeed=False, steps=2, arguments={"save_steps": 2}, codes=[1]
+        )
+    finally:
+        with_it.close()
+    assert f"process {os.getpid()} on " in log
+    assert runs.checkpoints(out) == []
