@@ -10,12 +10,19 @@ from nvme_resume.errors import NvmeResumeError
 from nvme_resume.version import __version__
 
 if TYPE_CHECKING:
+    from nvme_resume.callback import NvmeResumeCallback
     from nvme_resume.engine import NvmeResumeEngine
-    from nvme_resume.huggingface.callback import NvmeResumeCallback
     from nvme_resume.installer import install
     from nvme_resume.storage.catalog import last_resumable
 
-__all__ = ["NvmeResumeCallback", "NvmeResumeEngine", "NvmeResumeError", "__version__", "install", "last_resumable"]
+__all__ = [
+    "NvmeResumeCallback",
+    "NvmeResumeEngine",
+    "NvmeResumeError",
+    "__version__",
+    "install",
+    "last_resumable",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -25,7 +32,7 @@ def __getattr__(name: str) -> Any:
 
         return NvmeResumeEngine
     if name == "NvmeResumeCallback":
-        from nvme_resume.huggingface.callback import NvmeResumeCallback
+        from nvme_resume.callback import NvmeResumeCallback
 
         return NvmeResumeCallback
     if name == "install":

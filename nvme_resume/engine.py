@@ -158,8 +158,8 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
     def inside_larger_checkpoint(self) -> Iterator[None]:
         """What is saved here is a part of a folder that the caller builds, names and tells of.
 
-        Collective.  On return the saves are committed and nothing holds on to the folder they went to: it may be renamed
-        (hashes that are still being taken follow it).
+        Collective.  On return the saves are committed and nothing holds on to the folder they went to: it may be
+        renamed (hashes that are still being taken follow it).
         """
         saver = self._nvme_saver
         saver.narrate = False
@@ -405,6 +405,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's ``step``; the first one after a load waits until the adopted files are verified."""
         self._finish_checks()
+        self._nvme_saver.tell_monitors()
         return super().step(*args, **kwargs)  # type: ignore[misc]
 
     def destroy(self) -> None:

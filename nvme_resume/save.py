@@ -31,7 +31,7 @@ from nvme_resume.storage.background import Background, Task
 from nvme_resume.storage.ownership import Ownership
 from nvme_resume.storage.snapshot import SwapFiles
 from nvme_resume.version import __version__
-from nvme_resume.zero3 import capture, quiesce, stock_loader, supported
+from nvme_resume.zero3 import capture, monitor, quiesce, stock_loader, supported
 
 log = logs.logger
 
@@ -63,6 +63,7 @@ class Saver:
         self._owned = Ownership()  # of the save folder that this engine writes to
         self.narrate = True  # does rank 0 log starts and commits?
         self._rotation: list[Task] = []
+        self._commit_seconds: list[float] = []  # of the last save, when the background has committed it
 
     # ---- the public two ----
 
@@ -109,8 +110,13 @@ class Saver:
                 stock_loader.after(engine)
             raise
         stock_loader.after(engine)
+        blocked = time.monotonic() - start
+        if peers.rank == 0:
+            monitor.write(engine, {"blocked_seconds": blocked, "bytes": sum(s["bytes"] for s in sizes)})
         if self._in_background:
             return
+        if peers.rank == 0:
+            monitor.write(engine, {"commit_seconds": blocked})
         catalog.under_way.discard(part.folder)
         if self.publishes() and self._options.keep_last is not None:
             # In the background: blocks of large files take long to free.
@@ -138,6 +144,12 @@ class Saver:
         finally:
             self._drain = self._commit = self._pending = None
             self._in_background = False
+            self.tell_monitors()
+
+    def tell_monitors(self) -> None:
+        """How long the last save that went on in the background took, once it is committed.  From training's thread."""
+        if self._commit_seconds and self._peers.rank == 0:
+            monitor.write(self._engine, {"commit_seconds": self._commit_seconds.pop()})
 
     def wait_for_rotation(self) -> None:
         """Until old checkpoints are gone that this process was to remove."""
@@ -274,6 +286,8 @@ class Saver:
         )
         report, ranks = self._reports(), self._ranks_here()
         given_up = threading.Event()
+        seconds: list[float] = []
+        self._commit_seconds = seconds
 
         def publish() -> None:
             try:
@@ -285,6 +299,7 @@ class Saver:
                 raise
             finally:
                 catalog.under_way.discard(part.folder)
+            seconds.append(time.monotonic() - start)
             if report:
                 _log_commit(save_dir / head.tag, sizes, start)
 

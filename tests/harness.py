@@ -74,7 +74,13 @@ def free_port() -> int:
 
 
 def launch(
-    tmp: Path, name: str, ranks: int, module: str, *arguments: str, python: str = sys.executable, nodes: bool = False
+    tmp: Path,
+    name: str,
+    ranks: int,
+    module: str,
+    *arguments: str,
+    python: str = sys.executable,
+    nodes: bool = False,
 ) -> tuple[list[int], str]:
     """Run ``python -m module arguments`` in ``ranks`` fresh processes: exit codes, and the ends of their logs.
 

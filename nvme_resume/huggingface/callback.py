@@ -1,4 +1,4 @@
-"""Callbacks for the Trainer: exact checkpoints by adding one, and a save when the machine is about to be taken away."""
+"""A save when the machine is about to be taken away."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ log = logs.logger
 class SaveOnSigterm(TrainerCallback):  # type: ignore[misc]
     """When any rank gets SIGTERM, all save at the end of the step and training stops.
 
-    Costs one all-reduce of a byte a step, on a gloo group of its own.  The signal is not passed on to a handler that was
-    there before, and means what it did before when training has ended.
+    Costs one all-reduce of a byte a step, on a gloo group of its own.  The signal is not passed on to a handler that
+    was there before, and means what it did before when training has ended.
     """
 
     def __init__(self) -> None:
@@ -51,23 +51,3 @@ class SaveOnSigterm(TrainerCallback):  # type: ignore[misc]
 
     def _tell(self, number: int, frame: FrameType | None) -> None:
         self._told = True
-
-
-class NvmeResumeCallback(SaveOnSigterm):
-    """``Trainer(..., callbacks=[NvmeResumeCallback()])``: the same as ``nvme_resume.install()`` before the Trainer is made.
-
-    DeepSpeed is initialised in ``train()``, after it.  ``save_on_sigterm``: as in ``SaveOnSigterm``.
-    """
-
-    def __init__(self, *, save_on_sigterm: bool = False) -> None:
-        # Above us in the package: whoever makes one wants it all.
-        from nvme_resume import install
-
-        super().__init__()
-        self._listens = save_on_sigterm
-        install()
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Listen for the signal, if that is wanted."""
-        if self._listens:
-            super().on_train_begin(args, state, control, **kwargs)

@@ -71,7 +71,9 @@ def _choose(output_dir: Path, of_ranks: list[dict[str, str | None]], *, speak: b
     if skipped and speak:
         log.warning(
             "%s; skipped: %s",
-            f"resuming from {output_dir / chosen}" if chosen else f"no checkpoint in {output_dir} is complete",
+            f"resuming from {output_dir / chosen}"
+            if chosen
+            else f"no checkpoint in {output_dir} is complete",
             "; ".join(skipped),
         )
     return None if chosen is None else output_dir / chosen

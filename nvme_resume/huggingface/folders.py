@@ -81,7 +81,9 @@ class Building:
     def __init__(self, folders: Folders, run_dir: Path, name: str, save_id: str, *, publisher: bool) -> None:
         self.run_dir = run_dir
         self.final = run_dir / name
-        self.staging = run_dir / layout.staging(name, save_id)  # what takes the place of ``run_dir`` meanwhile
+        self.staging = run_dir / layout.staging(
+            name, save_id
+        )  # what takes the place of ``run_dir`` meanwhile
         self.folder = self.staging / name
         self.publisher = publisher
         self._peers = folders.peers

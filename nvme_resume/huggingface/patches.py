@@ -3,7 +3,8 @@
 ==========================================  ==========================================================================
 ``Trainer._save_checkpoint``                builds ``checkpoint-N`` aside and publishes it (``trainer.save``)
 ``TrainingArguments.should_save``           while that goes on: one process a file system says yes
-``PartialState.wait_for_everyone``          nothing while that goes on (4.38 guards its own renames with it), but for FSDP
+``PartialState.wait_for_everyone``          nothing while that goes on (4.38 guards its renames with it); not FSDP
+``should_save_on_this_rank`` of models       while that goes on: the same answer (5.24 writes no weights on other nodes)
 ``get_last_checkpoint`` (``trainer_utils``)  the newest complete folder, as this process sees it
 ``get_last_checkpoint`` (``trainer``)        the same, agreed by all ranks (``resume_from_checkpoint=True``)
 ``trainer.shutil.rmtree``                   a checkpoint folder goes in one rename (``load_best_model_at_end``, limit 1)
@@ -35,6 +36,8 @@ from nvme_resume.storage import prune
 log = logs.logger
 
 TESTED_TRANSFORMERS = ("4.38.2", "5.24.0")
+
+_WRITES = "should_save_on_this_rank"
 
 _undo: list[Callable[[], None]] = []
 _state = {"wanted": False, "hooked": False, "sigterm": False}
@@ -81,20 +84,26 @@ def _patch(module: Any) -> None:
         return
     if version not in TESTED_TRANSFORMERS:
         log.warning(
-            "transformers %s is not one nvme_resume was tested with (%s)", version, ", ".join(TESTED_TRANSFORMERS)
+            "transformers %s is not one nvme_resume was tested with (%s)",
+            version,
+            ", ".join(TESTED_TRANSFORMERS),
         )
     _replace(kind, "_save_checkpoint", wrapt.FunctionWrapper(kind._save_checkpoint, _save))
     original = arguments.should_save
-    _replace(arguments, "should_save", property(lambda args: trainer.is_publisher(lambda: original.fget(args))))
+    _replace(
+        arguments, "should_save", property(lambda args: trainer.is_publisher(lambda: original.fget(args)))
+    )
     state = sys.modules.get("accelerate.state")
     if state is not None:
         wait = wrapt.FunctionWrapper(state.PartialState.wait_for_everyone, _wait)
         _replace(state.PartialState, "wait_for_everyone", wait)
+    for owner in module.PreTrainedModel.__mro__ if hasattr(module, "PreTrainedModel") else ():
+        if _WRITES in vars(owner):
+            _replace(owner, _WRITES, wrapt.FunctionWrapper(vars(owner)[_WRITES], _writes))
     utilities = sys.modules["transformers.trainer_utils"]
     _replace(utilities, "get_last_checkpoint", wrapt.FunctionWrapper(utilities.get_last_checkpoint, _newest))
     _replace(module, "get_last_checkpoint", wrapt.FunctionWrapper(module.get_last_checkpoint, _agreed))
     _replace(module, "shutil", types.SimpleNamespace(**{**vars(shutil), "rmtree": _remove}))
-
 
     if _state["sigterm"] and hasattr(module, "DEFAULT_CALLBACKS"):
         from nvme_resume.huggingface.callback import SaveOnSigterm  # needs transformers, which is there now
@@ -110,6 +119,10 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 def _save(original: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return trainer.save(original, instance, args, kwargs)
+
+
+def _writes(original: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    return trainer.writes_weights(original, args, kwargs)
 
 
 def _wait(original: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -30,12 +30,13 @@ _STATE = "trainer_state.json"
 class Saving:
     """A Trainer of this process is writing a checkpoint.
 
-    ``barriers``: whether those of the Trainer's own save are needed (FSDP's shards).  Else they guard renames that do not
-    happen here, and a rank that failed would not come to them.
+    ``barriers``: whether those of the Trainer's own save are needed (FSDP's shards).  Else they guard renames that do
+    not happen here, and a rank that failed would not come to them.  ``whole``: does every rank have all weights?
     """
 
     publisher: bool
     barriers: bool
+    whole: bool
 
 
 saving: list[Saving] = []
@@ -60,7 +61,9 @@ def save(original: Callable[..., Any], trainer: Any, args: Sequence[Any], kwargs
                     original(*args, **kwargs)
             except Exception as error:
                 # The others may be in a collective of their own meanwhile: say now what they will not hear of soon.
-                log.error("rank %d: %s could not be written: %s", folders.peers.rank, name, error)
+                log.error(  # noqa: TRY400 - it is raised, with its trace
+                    "rank %d: %s could not be written: %s", folders.peers.rank, name, error
+                )
                 raise
 
         with _engine_inside(trainer):
@@ -93,13 +96,18 @@ def folders_of(trainer: Any) -> Folders:
 
 
 def is_publisher(original: Callable[[], bool]) -> bool:
-    """``TrainingArguments.should_save``; while a checkpoint is built, whether this rank is the publisher of its place."""
+    """``TrainingArguments.should_save``; while a checkpoint is built, whether this rank publishes it."""
     return saving[-1].publisher if saving else original()
 
 
 def waits(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``PartialState.wait_for_everyone``; nothing while a checkpoint is built that does without."""
     return original(*args, **kwargs) if not saving or saving[-1].barriers else None
+
+
+def writes_weights(original: Callable[..., bool], args: Any, kwargs: Any) -> bool:
+    """``should_save_on_this_rank``, which knows of one node only (5.24.0): every publisher has to write them."""
+    return saving[-1].publisher if saving and saving[-1].whole else original(*args, **kwargs)
 
 
 def _options(trainer: Any) -> config.Options | None:
@@ -121,7 +129,8 @@ def _led_to(trainer: Any, building: Building, uploads: list[Callable[[], Any]]) 
             undo.enter_context(_shadowed(target, name, value))
         noise.addFilter(_no_fuss_about_the_folder)
         undo.callback(noise.removeFilter, _no_fuss_about_the_folder)
-        saving.append(Saving(building.publisher, barriers=trainer.is_fsdp_enabled))
+        whole = not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
+        saving.append(Saving(building.publisher, barriers=trainer.is_fsdp_enabled, whole=whole))
         undo.callback(saving.pop)
         yield
 

@@ -15,6 +15,8 @@ from tests import harness
 CASE = {"layers": 2, "sub_group_size": 300_000}
 TIMEOUT = 8
 
+pytestmark = pytest.mark.alone  # slow starts beside other tests would look like lost ranks
+
 
 @pytest.mark.parametrize(
     ("how", "where", "options"),

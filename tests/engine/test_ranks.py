@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from tests import harness
 
 CASE = {"layers": 3, "sub_group_size": 300_000}
@@ -33,6 +35,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_and_training_goes_on(tmp
     assert resumed.ranks[1]["losses"] == whole.ranks[1]["losses"][2:]
 
 
+@pytest.mark.alone
 def test_a_rank_that_never_arrives_is_named(tmp_path: Path) -> None:
     started = time.monotonic()
     run = harness.run(

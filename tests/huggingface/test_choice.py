@@ -44,7 +44,11 @@ def test_the_newest_complete_one(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING, "nvme_resume"):
         assert choice.newest(tmp_path) == tmp_path / "checkpoint-4"
     (line,) = [r.getMessage() for r in caplog.records]
-    for skipped in ("checkpoint-14 (checkpoint-is-incomplete.txt", "checkpoint-12 (", "checkpoint-10 (no trainer_state"):
+    for skipped in (
+        "checkpoint-14 (checkpoint-is-incomplete.txt",
+        "checkpoint-12 (",
+        "checkpoint-10 (no trainer_state",
+    ):
         assert skipped in line
     assert "checkpoint-2" not in line
 

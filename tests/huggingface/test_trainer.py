@@ -1,4 +1,4 @@
-"""Case S1 and its relatives: ``resume_from_checkpoint=True`` continues to the last bit, with no code of ours in the script."""
+"""Case S1 and its relatives: ``resume_from_checkpoint=True`` is exact, with no code of ours in the script."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from tests.huggingface import runs
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     # Without ``gather`` the Trainer saves the same DeepSpeed tag twice in one save (case C2).
     "warmup": (1, {"gather": False}),
-    # 18 micro-batches of two ranks: groups of 3 with a last one of ... per epoch of 10: 3, 3, 3, 1.
+    # 40 rows for two ranks are 10 micro-batches each: groups of 3, 3, 3 and 1.
     "cosine, partial groups": (
         2,
-        {"scheduler": "cosine", "rows": 40, "arguments": {"gradient_accumulation_steps": 3, "warmup_steps": 1}},
+        {
+            "scheduler": "cosine",
+            "rows": 40,
+            "arguments": {"gradient_accumulation_steps": 3, "warmup_steps": 1},
+        },
     ),
     "lora": (1, {"lora": True}),
     "sft": (2, {"kind": "sft", "arguments": {"save_steps": 2}}),
@@ -41,7 +45,7 @@ def test_resumes_exactly(tmp_path: Path, name: str) -> None:
     out = tmp_path / "out"
     shutil.rmtree(out / "checkpoint-6")
     step = max(int(n.rpartition("-")[2]) for n in runs.checkpoints(out))
-    resumed, log = runs.run(tmp_path, "resumed", ranks, **case, resume=True)
+    resumed, _ = runs.run(tmp_path, "resumed", ranks, **case, resume=True)
     assert [e["step"] for e in whole["logs"]] == [1, 2, 3, 4, 5, 6]
     assert [e for e in resumed["logs"] if e["step"] > step] == whole["logs"][step:]
     assert resumed["logs"] == whole["logs"]

@@ -16,6 +16,8 @@ import pytest
 from nvme_resume import _native
 from tests.native.reference import CHUNK, check, content, job, run, write
 
+pytestmark = pytest.mark.alone
+
 
 def cancel_when(transfer: _native.Transfer, condition: Callable[[], bool]) -> None:
     """Runs the transfer; another thread cancels it once the condition holds. Ends only if the GIL is free."""

@@ -17,6 +17,8 @@ from nvme_resume.storage import disk as seam
 from nvme_resume.storage import records, seal, transfer
 from nvme_resume.storage.background import Background
 
+pytestmark = pytest.mark.alone
+
 
 def fail() -> None:
     raise OSError(errno.ENOSPC, "No space left on device", "/x")

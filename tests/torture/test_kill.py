@@ -77,6 +77,8 @@ DYING = """
 import sys
 from pathlib import Path
 from tests.torture.kill import KillDisk, Tally, Trap
+
+pytestmark = pytest.mark.alone
 folder, n, when = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 disk = KillDisk(Tally(Trap("disk", n, when), folder / "where"))
 disk.write(folder / "one", b"1" * 8)
