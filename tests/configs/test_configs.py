@@ -40,7 +40,30 @@ def test_hugging_face_fills_and_deepspeed_accepts_it(
     assert config.parse(content[config.KEY]) is not None
 
 
+def test_accelerate_reads_its_file() -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    found = load_config_from_file(str(harness.ROOT / "configs" / "accelerate_zero3_nvme.yaml"))
+    assert found.distributed_type.value == "DEEPSPEED"
+    assert (harness.ROOT / found.deepspeed_config["deepspeed_config_file"]).is_file()
+
+
+def test_trl_reads_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trl.scripts import sft
+
+    path = str(harness.ROOT / "configs" / "trl_sft.yaml")
+    _, training, model, *_ = sft.make_parser().parse_args_and_config(
+        ["--config", path, "--use_cpu"], fail_with_unknown_args=True
+    )
+    assert training.save_total_limit == 2 and model.model_name_or_path
+
+
 def test_there_is_one_for_each_row_of_the_readme() -> None:
     text = (harness.ROOT / "configs" / "README.md").read_text()
+    everything = [p for p in (harness.ROOT / "configs").iterdir() if p.name != "README.md"]
     assert FILES
-    assert all(f"`{path.name}`" in text for path in FILES)
+    assert all(f"`{path.name}`" in text for path in everything)
+    for path in everything:
+        assert ("(untested)" in next(line for line in text.splitlines() if f"`{path.name}`" in line)) == (
+            "UNTESTED" in path.read_text()
+        )

@@ -31,6 +31,7 @@ DEFAULTS: dict[str, Any] = {
     "lora": False,
     "resume": False,
     "arguments": {},  # of TrainingArguments
+    "config": {},  # further sections of the DeepSpeed configuration
     "sigterm_at": None,
     "die_in_save_at": None,
     "node_local": False,
@@ -126,7 +127,7 @@ def deepspeed_config(case: dict[str, Any]) -> dict[str, Any]:
     config["checkpoint"] = {"use_node_local_storage": case["node_local"]}
     if case["scheduler"] is not None:
         del config["scheduler"]
-    return config
+    return config | case["config"]
 
 
 def tiny_llama(case: dict[str, Any], **changes: Any) -> Any:

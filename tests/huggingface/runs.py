@@ -19,6 +19,7 @@ def run(
     python: str = sys.executable,
     nodes: bool = False,
     options: tuple[str, ...] = (),
+    program: str = "tests.huggingface.program",
     **case: Any,
 ) -> tuple[dict[str, Any], str]:
     """What rank 0 reports, and the logs.  ``codes``: how the ranks are expected to end; 0 unless given."""
@@ -28,7 +29,7 @@ def run(
     report = Path(f"{full['out']}.0.json")
     report.unlink(missing_ok=True)
     found, logs = harness.launch(
-        tmp, name, ranks, "nvme_resume.run", *options, "-m", "tests.huggingface.program", str(path),
+        tmp, name, ranks, "nvme_resume.run", *options, "-m", program, str(path),
         python=python, nodes=nodes,
     )  # fmt: skip
     assert found == (codes or [0] * ranks), logs

@@ -36,6 +36,15 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 FAST = ("warmup", "cosine, partial groups", "lora", "sft", "grpo")
 
 
+def test_monitors_hear_of_saves(tmp_path: Path) -> None:
+    monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "job"}}
+    runs.run(tmp_path, "monitored", config=monitor, steps=4, arguments={"save_steps": 2})
+    for name in ("blocked_seconds", "bytes", "commit_seconds"):
+        (path,) = (tmp_path / "csv").rglob(f"Checkpoint_{name}.csv")
+        rows = [line.split(",") for line in path.read_text().splitlines()]
+        assert len(rows) == 3 and all(float(value) > 0 for _, value in rows[1:]), rows  # and a heading
+
+
 @pytest.mark.parametrize(
     "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.huggingface) for n in CASES]
 )
