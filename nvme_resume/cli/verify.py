@@ -14,10 +14,13 @@ from nvme_resume.storage import audit
 @with_exit_codes
 def command(
     checkpoint: Annotated[Path, typer.Argument(help="the folder of one tag")],
-    level: Annotated[audit.Level, typer.Option(help="records and sizes, or every byte")] = "full",
+    level: Annotated[
+        audit.Level,
+        typer.Option(help="records and sizes; some chunks of every file as well; or every byte"),
+    ] = "structure",
     as_json: AsJson = False,
 ) -> int:
-    """Check all files of CHECKPOINT on this disk against its records and hashes.
+    """Check all files of CHECKPOINT on this disk against its records, and with a higher --level its hashes.
 
     Files of ranks whose hashes were not written yet are checked by size and time, and counted.
 
@@ -26,6 +29,7 @@ def command(
     folder = checkpoint.resolve()
     head, count, total, unsealed = audit.check(folder, level)
     remark = f", {unsealed} ranks without hashes" if unsealed else ""
+    remark += " (--level full reads every byte)" if level != "full" else ""
     show(
         {
             "tag": head.tag,

@@ -12,6 +12,7 @@ from pathlib import Path
 from nvme_resume import layout, ops
 from nvme_resume.doctor.finding import Finding
 from nvme_resume.storage import catalog, ladder, locks
+from nvme_resume.storage import disk as seam
 
 _DIRECT_BYTES = 4096
 
@@ -32,6 +33,7 @@ def folder(what: str, path: Path) -> Iterator[Finding]:
         yield Finding(what, f"{there} may not be written to", "bad", "look at its owner, mode and mount")
         return
     yield _direct(what, there)
+    yield _reflink(what, there)
 
 
 def _direct(what: str, there: Path) -> Finding:
@@ -53,6 +55,18 @@ def _direct(what: str, there: Path) -> Finding:
         finally:
             os.close(descriptor)
     return Finding(what, "O_DIRECT works")
+
+
+def _reflink(what: str, there: Path) -> Finding:
+    """Can files share blocks?  It lets a checkpoint be taken without links; nothing needs it."""
+    with tempfile.TemporaryDirectory(prefix=layout.STAGING_PREFIX, dir=there) as scratch:
+        one = Path(scratch, "one")
+        one.write_bytes(bytes(_DIRECT_BYTES))
+        try:
+            seam.current().clone(one, Path(scratch, "other"))
+        except OSError:
+            return Finding(what, "no reflinks (not needed where links work)")
+    return Finding(what, "reflinks work")
 
 
 def between(nvme_path: Path, save_dir: Path) -> Iterator[Finding]:

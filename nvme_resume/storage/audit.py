@@ -11,7 +11,7 @@ from nvme_resume.errors import CorruptError, NoCheckpointError
 from nvme_resume.manifest import Manifest
 from nvme_resume.storage import records, verify
 
-Level = Literal["structure", "full"]
+Level = Literal["structure", "sampled", "full"]
 
 
 class Found(NamedTuple):
@@ -49,8 +49,9 @@ def check(folder: Path, level: Level) -> Found:
             for name, listed in record.files.items():
                 path = verify.path_of(folder, name, rank=rank, tag=head.tag)
                 verify.check_untouched(path, listed, rank=rank, tag=head.tag)
-        elif level == "full":
-            verify.full(folder, seal.files, Options(), rank=rank, tag=head.tag)
+        elif level != "structure":
+            look = verify.full if level == "full" else verify.sampled
+            look(folder, seal.files, Options(), rank=rank, tag=head.tag)
         count += len(record.files)
         total += sum(f.size for f in record.files.values())
     return Found(head, count, total, unsealed)
