@@ -33,10 +33,14 @@ def run(
     save_on_sigterm: Annotated[
         bool, typer.Option("--save-on-sigterm", help="Trainers save and stop when a rank is told to end.")
     ] = False,
+    local_rank: Annotated[
+        str | None, typer.Option("--local_rank", "--local-rank", help="What some launchers add; passed on.")
+    ] = None,
 ) -> None:
     """Run a training program with exact checkpoints; what follows its name is passed to it."""
     install(save_on_sigterm=save_on_sigterm)
-    sys.argv[1:] = context.args
+    # DeepSpeed's launcher puts it before all arguments, as it would for the program.
+    sys.argv[1:] = [*([] if local_rank is None else [f"--local_rank={local_rank}"]), *context.args]
     if module:
         sys.path[0] = str(Path.cwd())  # as python -m has it
         sys.argv[0] = program

@@ -6,7 +6,7 @@ Exit codes of all commands: 0 good, 1 error, 2 usage, 3 good but partial checkpo
 
 import typer
 
-from nvme_resume.cli import build_ops, check, doctor, inspect, last, prune, verify
+from nvme_resume.cli import build_ops, check, doctor, gather, inspect, last, prune, verify
 
 app = typer.Typer(
     name="nvme-resume",
@@ -18,7 +18,7 @@ app = typer.Typer(
 )
 
 
-for command in (check, doctor, last, verify, inspect, prune, build_ops):
+for command in (check, doctor, last, verify, inspect, prune, gather, build_ops):
     command.register(app)
 
 

@@ -20,9 +20,9 @@ def holds(*folders: Path) -> dict[str, int]:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     files = [p.lstat() for folder in folders for p in folder.rglob("*") if p.is_file()]
     return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "threads": threading.active_count(),
-        "tasks": len(os.listdir("/proc/self/task")),
+        "tasks": len(list(Path("/proc/self/task").iterdir())),
         "rss": pages * os.sysconf("SC_PAGE_SIZE"),
         "disk": sum({s.st_ino: s.st_blocks * 512 for s in files}.values()),
         "names": len(files),
@@ -41,7 +41,9 @@ def main(path: str) -> None:
             if (save + 1) % (case["count"] // 10) == 0:
                 engine.wait_for_checkpoint()
                 found.append(holds(save_dir, nvme))
-        Path(case["out"]).write_text(json.dumps({"holds": found, "left": sorted(os.listdir(save_dir))}))
+        Path(case["out"]).write_text(
+            json.dumps({"holds": found, "left": sorted(p.name for p in save_dir.iterdir())})
+        )
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -43,7 +43,7 @@ VOCABULARY = 256
 def main(path: str) -> None:
     case: dict[str, Any] = {**DEFAULTS, **json.loads(Path(path).read_text())}
     quick_start.remember_cpu()
-    case["report"] = f"{case['out']}.{os.environ['RANK']}.json"
+    case["report"] = f"{case['out']}.{os.environ.get('RANK', '0')}.json"
     if case["private"]:  # the same path leads to another folder
         node = Path(f"{case['out']}-of-{os.environ['RANK']}")
         node.mkdir(exist_ok=True)
@@ -209,4 +209,4 @@ def grpo(case: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[-1])  # after what a launcher adds
