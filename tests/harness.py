@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests import zygote
+
 ROOT = Path(__file__).resolve().parent.parent
 
 DEFAULTS: dict[str, Any] = {
@@ -88,7 +90,7 @@ def launch(
     """
     port = free_port()
     logs = [tmp / f"log-{name}.{rank}.txt" for rank in range(ranks)]
-    processes = []
+    processes: list[zygote.Child | subprocess.Popen[bytes]] = []
     for rank, log in enumerate(logs):
         environment = {
             **os.environ,
@@ -102,15 +104,13 @@ def launch(
             "PYTHONPATH": str(ROOT),
             "PYTHONWARNINGS": "ignore::FutureWarning",
         }
+        if python == sys.executable:
+            processes.append(zygote.start(module, list(arguments), environment, ROOT, log))
+            continue
         with log.open("wb") as stream:
+            command = [python, "-m", module, *arguments]
             processes.append(
-                subprocess.Popen(
-                    [python, "-m", module, *arguments],
-                    cwd=ROOT,
-                    env=environment,
-                    stdout=stream,
-                    stderr=subprocess.STDOUT,
-                )
+                subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT)
             )
     try:
         codes = [process.wait(timeout=500) for process in processes]
