@@ -31,6 +31,7 @@ HEAD = manifest.Manifest(
 
 def test_exported_names() -> None:
     assert nvme_resume.__all__ == [
+        "NvmeResumeCallback",
         "NvmeResumeEngine",
         "NvmeResumeError",
         "__version__",
