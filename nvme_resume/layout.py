@@ -21,6 +21,7 @@ OWNER_LOCK = ".lock"  # suffix: held by the process that owns the folder of that
 OWNER_NOTE = ".owner"  # suffix: says in words who holds the lock of that name
 INTRUDER = ".intruder"  # suffix: left by a job that was refused the swap folder after it had written there
 WRITER_LOCK = f".nvme_resume{OWNER_LOCK}"  # in a save folder: held by the job that saves there
+WRITER_NOTE = f".nvme_resume{OWNER_NOTE}"
 FAILED = "failed"  # suffix of the mark a rank leaves when its part of a background save went wrong
 
 _SWAP_FILE = re.compile(r"^(?:(?P<key>[A-Za-z_]\w*)-)?(?P<first>\d+)_(?P<last>\d+)\.tensor\.swp$")

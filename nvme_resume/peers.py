@@ -108,6 +108,18 @@ class Peers:
         return gathered
 
 
+_shared: dict[float, tuple[Any, Peers]] = {}
+
+
+def shared(timeout_seconds: float) -> Peers:
+    """The ranks of the present job, known already if somebody asked before.  Collective the first time."""
+    started = dist.is_available() and dist.is_initialized()
+    job = dist.group.WORLD if started else None
+    if timeout_seconds not in _shared or _shared[timeout_seconds][0] is not job:
+        _shared[timeout_seconds] = job, Peers(timeout_seconds)
+    return _shared[timeout_seconds][1]
+
+
 def _kind(name: str) -> type[NvmeResumeError]:
     kind = getattr(errors, name, None)
     return kind if isinstance(kind, type) and issubclass(kind, NvmeResumeError) else NvmeResumeError

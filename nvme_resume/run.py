@@ -18,6 +18,8 @@ from nvme_resume.installer import install
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)  # errors of other people's programs
 
+_programs: list[tuple[str, bool]] = []  # what to run, and whether it is a module
+
 
 @app.command(
     context_settings={
@@ -38,20 +40,29 @@ def run(
     ] = None,
 ) -> None:
     """Run a training program with exact checkpoints; what follows its name is passed to it."""
+    if not module and not Path(program).is_file():
+        raise typer.BadParameter(f"there is no file {program}", param_hint="SCRIPT")
     install(save_on_sigterm=save_on_sigterm)
     # DeepSpeed's launcher puts it before all arguments, as it would for the program.
     sys.argv[1:] = [*([] if local_rank is None else [f"--local_rank={local_rank}"]), *context.args]
-    if module:
-        sys.path[0] = str(Path.cwd())  # as python -m has it
-        sys.argv[0] = program
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
-        return
-    if not Path(program).is_file():
-        raise typer.BadParameter(f"there is no file {program}", param_hint="SCRIPT")
-    sys.path[0] = str(Path(program).resolve().parent)
     sys.argv[0] = program
-    runpy.run_path(program, run_name="__main__")
+    sys.path[0] = str(Path.cwd() if module else Path(program).resolve().parent)  # as python has it
+    _programs.append((program, module))
+
+
+def main() -> None:
+    """Read the arguments, then run the program: outside of typer, which has its own ideas of exceptions."""
+    try:
+        app()
+    except SystemExit:
+        if not _programs:  # wrong arguments, or --help
+            raise
+    program, module = _programs.pop()
+    if module:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(program, run_name="__main__")
 
 
 if __name__ == "__main__":
-    app(standalone_mode=True)
+    main()

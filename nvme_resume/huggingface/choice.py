@@ -19,11 +19,15 @@ _LARGEST_STATE = 1 << 30  # bytes
 
 def newest(output_dir: Path) -> Path | None:
     """The newest complete ``checkpoint-N`` as this process sees it, or None; says what was skipped and why."""
+    ownership.mend(output_dir)
     return _choose(output_dir, [_problems(output_dir)], speak=True)
 
 
 def newest_of_all(output_dir: Path, peers: Peers) -> Path | None:
     """The newest that is complete on every rank, the same on all.  Collective."""
+    peers.run(
+        lambda: ownership.mend(output_dir), "look at the output folder"
+    )  # one of them does; the others wait
     found = peers.run(lambda: _problems(output_dir), "choice of the checkpoint")
     return _choose(output_dir, found, speak=peers.rank == 0)
 
@@ -51,7 +55,6 @@ def _problems(output_dir: Path) -> dict[str, str | None]:
     """The checkpoint folders there are, and what is wrong with each."""
     if not output_dir.is_dir():
         return {}
-    ownership.mend(output_dir)
     names = rotation.by_step(p.name for p in output_dir.iterdir() if p.is_dir())
     return {name: problem_with(output_dir / name) for name in names}
 

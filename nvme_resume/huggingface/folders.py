@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TypeVar
 
 from nvme_resume import layout
 from nvme_resume.errors import NvmeResumeError, PeerError
-from nvme_resume.peers import Peers
+from nvme_resume.peers import shared
 from nvme_resume.places import Places
 from nvme_resume.storage import catalog, commit, prune
 from nvme_resume.storage import disk as seam
@@ -34,14 +35,16 @@ class Folders:
     """What one rank knows of the output folders of its job.  Making one is collective, and so are its methods."""
 
     def __init__(self, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-        self.peers = Peers(timeout_seconds)
+        self.peers = shared(timeout_seconds)
         self._places = Places(self.peers)
         self._owned = Ownership()
         atexit.register(self._owned.close)
 
     @contextlib.contextmanager
-    def building(self, run_dir: Path, name: str) -> Iterator[Building]:
+    def building(self, run_dir: Path, name: str, said: str) -> Iterator[Building]:
         """A staging folder for ``run_dir / name``, shared by the ranks that share ``run_dir``.
+
+        ``said``: that folder in the user's words, which must be the same on every rank.
 
         It goes when the block raises.  Raises LockedError, StorageError or PeerError, the same on every rank.
         """
@@ -49,7 +52,7 @@ class Folders:
 
         def propose() -> tuple[str, str, str, bool]:
             seam.current().make_folder(run_dir)
-            return uuid.uuid4().hex[:12], str(run_dir), name, self._places.known(run_dir)
+            return uuid.uuid4().hex[:12], said, name, self._places.known(run_dir)
 
         proposals = peers.run(propose, during)
         peers.agree([p[1:3] for p in proposals], "output folder and step")
@@ -93,10 +96,22 @@ class Building:
         """Do ``work`` on every rank; the same error on every rank when it fails on any."""
         return self._peers.run(work, during)
 
-    def is_written(self) -> None:
-        """The Trainer is done here.  Before any rank makes it durable: what is listed then must stay."""
-        if self.publisher:
-            seam.current().remove_tree(self.folder / _PLACEHOLDER)
+    def is_written(self, proof: str) -> None:
+        """The Trainer is done here.  Before any rank makes it durable: what is listed then must stay.
+
+        What somebody put under the final name beforehand (a subclass, a callback) comes along, unless a whole
+        checkpoint is there, which has the file ``proof``: that one is replaced.
+        """
+        if not self.publisher:
+            return
+        seam.current().remove_tree(self.folder / _PLACEHOLDER)
+        if (self.final / proof).exists():
+            return
+        for path in sorted(self.final.rglob("*")) if self.final.is_dir() else ():
+            target = self.folder / path.relative_to(self.final)
+            if path.is_file() and not target.exists() and path.name != catalog.INCOMPLETE:
+                seam.current().make_folder(target.parent)
+                shutil.copy2(path, target)
 
     def publish(self) -> int:
         """Make it durable, then give it its name; its size in bytes, of all places together.

@@ -3,7 +3,10 @@
 ==========================================  ==========================================================================
 ``Trainer._save_checkpoint``                builds ``checkpoint-N`` aside and publishes it (``trainer.save``)
 ``TrainingArguments.should_save``           while that goes on: one process a file system says yes
-``PartialState.wait_for_everyone``          nothing while that goes on (4.38 guards its renames with it); not FSDP
+``PartialState.wait_for_everyone``          nothing where 4.38's ``_save_checkpoint`` guards renames with it (but FSDP)
+``trainer.dist.barrier``                    nothing while that goes on (5.24 waits for the best one's folder; but FSDP)
+``JITCheckpointCallback``                   ``SaveOnSigterm``: theirs saves within a step, each rank for itself
+``upload_folder``                           leaves out what is ours: staging folders, lock and owner
 ``should_save_on_this_rank`` of models       while that goes on: the same answer (5.24 writes no weights on other nodes)
 ``get_last_checkpoint`` (``trainer_utils``)  the newest complete folder, as this process sees it
 ``get_last_checkpoint`` (``trainer``)        the same, agreed by all ranks (``resume_from_checkpoint=True``)
@@ -17,6 +20,8 @@ does the patching: it keeps signatures, can hook an import that comes later, and
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.metadata
 import shutil
 import sys
@@ -27,10 +32,10 @@ from typing import Any
 
 import wrapt
 
-from nvme_resume import logs
+from nvme_resume import layout, logs
 from nvme_resume.huggingface import choice, rotation, trainer
 from nvme_resume.huggingface.folders import TIMEOUT_SECONDS
-from nvme_resume.peers import Peers
+from nvme_resume.peers import shared
 from nvme_resume.storage import prune
 
 log = logs.logger
@@ -38,6 +43,8 @@ log = logs.logger
 TESTED_TRANSFORMERS = ("4.38.2", "5.24.0")
 
 _WRITES = "should_save_on_this_rank"
+_WAITS = "wait_for_everyone"
+_callers: set[types.CodeType] = set()  # whose waiting is not needed
 
 _undo: list[Callable[[], None]] = []
 _state = {"wanted": False, "hooked": False, "sigterm": False}
@@ -94,9 +101,16 @@ def _patch(module: Any) -> None:
         arguments, "should_save", property(lambda args: trainer.is_publisher(lambda: original.fget(args)))
     )
     state = sys.modules.get("accelerate.state")
-    if state is not None:
-        wait = wrapt.FunctionWrapper(state.PartialState.wait_for_everyone, _wait)
-        _replace(state.PartialState, "wait_for_everyone", wait)
+    code = kind._save_checkpoint.__wrapped__.__code__
+    if state is not None and _WAITS in code.co_names:
+        _callers.add(code)
+        _replace(
+            state.PartialState, _WAITS, wrapt.FunctionWrapper(state.PartialState.wait_for_everyone, _wait)
+        )
+    if hasattr(module, "dist"):
+        _replace(module, "dist", _Distributed(module.dist))
+    _patch_signals(module)
+    _patch_uploads(module)
     for owner in module.PreTrainedModel.__mro__ if hasattr(module, "PreTrainedModel") else ():
         if _WRITES in vars(owner):
             _replace(owner, _WRITES, wrapt.FunctionWrapper(vars(owner)[_WRITES], _writes))
@@ -105,10 +119,50 @@ def _patch(module: Any) -> None:
     _replace(module, "get_last_checkpoint", wrapt.FunctionWrapper(module.get_last_checkpoint, _agreed))
     _replace(module, "shutil", types.SimpleNamespace(**{**vars(shutil), "rmtree": _remove}))
 
-    if _state["sigterm"] and hasattr(module, "DEFAULT_CALLBACKS"):
-        from nvme_resume.huggingface.callback import SaveOnSigterm  # needs transformers, which is there now
 
+class _Distributed:
+    """``torch.distributed`` as the Trainer sees it."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> Any:
+        return trainer.waits(self._module.barrier, args, kwargs)
+
+
+def _patch_signals(module: Any) -> None:
+    from nvme_resume.huggingface.callback import SaveOnSigterm  # needs transformers, which is there now
+
+    if _state["sigterm"] and hasattr(module, "DEFAULT_CALLBACKS"):
         _replace(module, "DEFAULT_CALLBACKS", [*module.DEFAULT_CALLBACKS, SaveOnSigterm])
+    with contextlib.suppress(ImportError):
+        just_in_time = importlib.import_module("transformers.trainer_jit_checkpoint")
+        _replace(just_in_time, "JITCheckpointCallback", SaveOnSigterm)
+
+
+def _patch_uploads(module: Any) -> None:
+    """Both as 4.38.2 (a function) and as 5.24.0 (a method of an object that a function makes) have it."""
+    if hasattr(module, "upload_folder"):
+        _replace(module, "upload_folder", wrapt.FunctionWrapper(module.upload_folder, _upload))
+    elif hasattr(module, "hf_api"):
+
+        def api(original: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+            made: Any = wrapt.ObjectProxy(original(*args, **kwargs))
+            made.upload_folder = wrapt.FunctionWrapper(made.__wrapped__.upload_folder, _upload)
+            return made
+
+        _replace(module, "hf_api", wrapt.FunctionWrapper(module.hf_api, api))
+
+
+def _upload(original: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    ignored = kwargs.get("ignore_patterns") or []
+    ignored = [ignored] if isinstance(ignored, str) else list(ignored)
+    ours = [f"{layout.STAGING_PREFIX}*", f"{layout.RETIRED_PREFIX}*", layout.WRITER_LOCK, layout.WRITER_NOTE]
+    patterns = [p for name in ours for p in (name, f"*/{name}")]
+    return original(*args, **{**kwargs, "ignore_patterns": [*ignored, *patterns]})
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
@@ -126,7 +180,11 @@ def _writes(original: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _wait(original: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    return trainer.waits(original, args, kwargs)
+    caller: types.FrameType | None = sys._getframe(1)
+    while caller is not None and caller.f_globals.get("__name__", "").startswith("wrapt"):
+        caller = caller.f_back
+    mine = caller is not None and caller.f_code in _callers
+    return trainer.waits(original, args, kwargs) if mine else original(*args, **kwargs)
 
 
 def _newest(original: Any, instance: Any, args: Any, kwargs: Any) -> str | None:
@@ -134,20 +192,25 @@ def _newest(original: Any, instance: Any, args: Any, kwargs: Any) -> str | None:
 
 
 def _agreed(original: Any, instance: Any, args: Any, kwargs: Any) -> str | None:
-    return _text(choice.newest_of_all(Path(args[0] if args else kwargs["folder"]), Peers(TIMEOUT_SECONDS)))
+    return _text(choice.newest_of_all(Path(args[0] if args else kwargs["folder"]), shared(TIMEOUT_SECONDS)))
 
 
 def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-def _remove(path: Any, *args: Any, **kwargs: Any) -> None:
+def _remove(path: Any, ignore_errors: bool = False, *args: Any, **kwargs: Any) -> None:
     """``shutil.rmtree`` as the Trainer calls it."""
     folder = Path(path)
     if rotation.step_of(folder.name) is None or not folder.is_dir():
-        shutil.rmtree(path, *args, **kwargs)
+        shutil.rmtree(path, ignore_errors, *args, **kwargs)
+        return
+    if trainer.to_resume_from(folder):
         return
     try:
         prune.remove(folder.parent, folder.name)
     except FileNotFoundError:  # another rank was faster
         return
+    except OSError:
+        if not ignore_errors:
+            raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from nvme_resume.engine import NvmeResumeEngine
 from nvme_resume.errors import NvmeResumeError
 from nvme_resume.huggingface import rotation
 from nvme_resume.huggingface.folders import Building, Folders
+from nvme_resume.huggingface.sigterm import listener
 
 log = logs.logger
 
@@ -40,6 +42,7 @@ class Saving:
 
 
 saving: list[Saving] = []
+_newest: list[Path] = []  # what this process committed last
 
 
 def save(original: Callable[..., Any], trainer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -50,10 +53,12 @@ def save(original: Callable[..., Any], trainer: Any, args: Sequence[Any], kwargs
     start = time.monotonic()
     folders = folders_of(trainer)
     trial = kwargs.get("trial", args[1] if len(args) > 1 else None)
-    run_dir = Path(trainer._get_output_dir(trial=trial))
+    written = str(trainer._get_output_dir(trial=trial))  # as the user wrote it
+    run_dir = Path(os.path.abspath(written))  # noqa: PTH100 - links stay links
+    best = trainer.state.best_model_checkpoint
     name = f"checkpoint-{trainer.state.global_step}"
     uploads: list[Callable[[], Any]] = []
-    with folders.building(run_dir, name) as building:
+    with folders.building(run_dir, name, written) as building:
 
         def write() -> None:
             try:
@@ -66,10 +71,15 @@ def save(original: Callable[..., Any], trainer: Any, args: Sequence[Any], kwargs
                 )
                 raise
 
-        with _engine_inside(trainer):
-            building.run(write, f"save of {name}")
-        building.run(lambda: _finish_state(trainer, building), f"save of {name}")
-        nbytes = building.publish()
+        try:
+            with _engine_inside(trainer):
+                building.run(write, f"save of {name}")
+            building.run(lambda: _finish_state(trainer, building, written), f"save of {name}")
+            nbytes = building.publish()
+        except BaseException:
+            trainer.state.best_model_checkpoint = best
+            raise
+    _newest[:] = [building.final]
     removed = _rotate(trainer, building)
     if folders.peers.rank == 0:
         log.info(
@@ -100,8 +110,13 @@ def is_publisher(original: Callable[[], bool]) -> bool:
     return saving[-1].publisher if saving else original()
 
 
+def to_resume_from(folder: Path) -> bool:
+    """Is it the checkpoint that was saved because the machine is taken away?  Nothing may remove that one."""
+    return listener.heard and bool(_newest) and folder.resolve() == _newest[0].resolve()
+
+
 def waits(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """``PartialState.wait_for_everyone``; nothing while a checkpoint is built that does without."""
+    """A barrier; nothing while a checkpoint is built that does without."""
     return original(*args, **kwargs) if not saving or saving[-1].barriers else None
 
 
@@ -163,18 +178,18 @@ def _engine_inside(trainer: Any) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def _finish_state(trainer: Any, building: Building) -> None:
+def _finish_state(trainer: Any, building: Building, run_dir: str) -> None:
     """``trainer_state.json`` names the best model by its final path."""
     state = trainer.state
     best = getattr(state, "best_global_step", None)
     named = state.best_model_checkpoint
     if named is not None and building.staging in Path(named).parents:
-        state.best_model_checkpoint = str(building.run_dir / Path(named).name)
+        state.best_model_checkpoint = os.path.join(run_dir, Path(named).name)  # noqa: PTH118 - as the Trainer does
     elif best:  # newer transformers look for its folder where they save
         folder = building.run_dir / f"checkpoint-{best}"
         if folder == building.final or folder.is_dir():
-            state.best_model_checkpoint = str(folder)
-    building.is_written()
+            state.best_model_checkpoint = os.path.join(run_dir, folder.name)  # noqa: PTH118
+    building.is_written(_STATE)
     if building.publisher and (building.folder / _STATE).exists():
         state.save_to_json(str(building.folder / _STATE))
 

@@ -34,6 +34,8 @@ DEFAULTS: dict[str, Any] = {
     "config": {},  # further sections of the DeepSpeed configuration
     "sigterm_at": None,
     "die_in_save_at": None,
+    "fail_in_save_at": None,
+    "put_before_save": False,  # a file into checkpoint-N, as a callback may
     "node_local": False,
     "private": False,  # each rank has an output folder of its own
 }
@@ -77,7 +79,23 @@ def disturb(trainer: Any, case: dict[str, Any]) -> None:
             if case["sigterm_at"] == [state.global_step + 1, args.process_index]:
                 os.kill(os.getpid(), signal.SIGTERM)
 
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if case["put_before_save"] and args.process_index == 0:
+                folder = Path(args.output_dir, f"checkpoint-{state.global_step}", "more")
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "projector.bin").write_text(str(state.global_step))
+
     trainer.add_callback(Disturb())
+    if case["fail_in_save_at"] is not None:
+        at, failing = case["fail_in_save_at"]
+        save_model = trainer.save_model
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            if trainer.state.global_step == at and trainer.args.process_index == failing:
+                raise OSError(28, "No space left on device")
+            save_model(*args, **kwargs)
+
+        trainer.save_model = fail
     if case["die_in_save_at"] is not None:
         step, rank = case["die_in_save_at"]
         save_rng_state = trainer._save_rng_state

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +113,63 @@ def test_sigterm_ends_with_a_checkpoint(tmp_path: Path) -> None:
     assert resumed["logs"] == whole["logs"]
 
 
+BEST = {"save_steps": 2, "eval_steps": 2, "eval_strategy": "steps", "save_total_limit": 1,
+        "load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 0.3}  # fmt: skip
+
+
+def test_sigterm_where_only_the_best_would_stay(tmp_path: Path) -> None:
+    """At the end of training the Trainer removes all but the best one; not what a resume needs."""
+    runs.run(
+        tmp_path,
+        "told",
+        deepspeed=False,
+        steps=9,
+        arguments=BEST,
+        sigterm_at=[5, 0],
+        options=("--save-on-sigterm",),
+    )
+    assert "checkpoint-5" in runs.checkpoints(tmp_path / "out")
+
+
+@pytest.mark.parametrize("deepspeed", [False, pytest.param(True, marks=pytest.mark.huggingface)])
+def test_just_in_time_checkpoints(tmp_path: Path, deepspeed: bool) -> None:
+    """``enable_jit_checkpoint``: at the end of the step, on all ranks, exact."""
+    case = {
+        "deepspeed": deepspeed,
+        "steps": 6,
+        "arguments": {"save_steps": 100, "enable_jit_checkpoint": True},
+    }
+    whole, _ = runs.run(tmp_path, "whole", 2, **case, out=str(tmp_path / "whole"))
+    runs.run(tmp_path, "told", 2, **case, sigterm_at=[3, 1])
+    assert runs.checkpoints(tmp_path / "out") == ["checkpoint-3"]
+    resumed, _ = runs.run(tmp_path, "resumed", 2, **case, seed=2, resume=True)
+    assert resumed["logs"] == whole["logs"]
+
+
+def test_a_rank_that_cannot_write(tmp_path: Path) -> None:
+    """All ranks raise, at once, though the Trainer has a barrier of its own where it looks for the best model."""
+    start = time.monotonic()
+    _, log = runs.run(
+        tmp_path, "full", 2, deepspeed=False, steps=6, arguments=BEST, fail_in_save_at=[4, 0], codes=[1, 1]
+    )
+    assert time.monotonic() - start < 120
+    assert "rank 0: checkpoint-4 could not be written: [Errno 28] No space left on device" in log
+    assert log.count("nvme_resume.errors.NoSpaceError: [rank 0") == 2
+    assert runs.checkpoints(tmp_path / "out") == ["checkpoint-2"]
+
+
+def test_files_that_were_put_there_before_come_along(tmp_path: Path) -> None:
+    runs.run(tmp_path, "put", deepspeed=False, steps=4, arguments={"save_steps": 2}, put_before_save=True)
+    out = tmp_path / "out"
+    for step in (2, 4):
+        assert (out / f"checkpoint-{step}" / "more" / "projector.bin").read_text() == str(step)
+        complete(out / f"checkpoint-{step}", 1)
+
+
 @pytest.mark.parametrize("limit", [1, 2])
 def test_the_best_model_stays(tmp_path: Path, limit: int) -> None:
     """Its path is a final one, at the end and in every ``trainer_state.json``."""
-    arguments = {"save_steps": 2, "eval_steps": 2, "eval_strategy": "steps", "save_total_limit": limit,
-                 "load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 0.3}  # fmt: skip
+    arguments = {**BEST, "save_total_limit": limit}
     report, _ = runs.run(tmp_path, "best", 2, deepspeed=False, steps=8, arguments=arguments)
     out = tmp_path / "out"
     losses = {f"checkpoint-{e['step']}": e["eval_loss"] for e in report["logs"] if "eval_loss" in e}

@@ -18,6 +18,8 @@ from tests.torture import evidence, scenarios
 from tests.torture.kill import HALVES, OPERATIONS, READING, KillDisk, Tally, Trap
 from tests.torture.points import Point, every, spread
 
+pytestmark = pytest.mark.alone  # it keeps all cores busy by itself
+
 POINTS = 66
 
 
@@ -78,7 +80,6 @@ import sys
 from pathlib import Path
 from tests.torture.kill import KillDisk, Tally, Trap
 
-pytestmark = pytest.mark.alone
 folder, n, when = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 disk = KillDisk(Tally(Trap("disk", n, when), folder / "where"))
 disk.write(folder / "one", b"1" * 8)
