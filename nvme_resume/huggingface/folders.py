@@ -123,8 +123,12 @@ class Building:
         def make_durable() -> int:
             if not (self.publisher or self._peers.local_rank == 0):
                 return 0
-            found = (p for p in self.folder.rglob("*") if p.name != _PLACEHOLDER)  # may be seen late
-            files = [p for p in found if p.is_file() and not p.is_symlink()]
+            # A background thread of the engine may be adding its hashes, durably and under such names; and the
+            # placeholder may be seen late.
+            names = (
+                p for p in self.folder.rglob("*") if not layout.is_leftover(p.name) and p.name != _PLACEHOLDER
+            )
+            files = [p for p in names if p.is_file() and not p.is_symlink()]
             commit.sync_all(files, commit.folders_of(self.folder))
             return sum(p.stat().st_size for p in files) if self.publisher else 0
 
