@@ -70,7 +70,10 @@ def uninstall() -> None:
 
 
 def _patch(module: Any) -> None:
-    if _undo or not _state["wanted"]:
+    if not _state["wanted"]:
+        return
+    if _undo:
+        _listen(module)  # asked for by a later install()
         return
     version = importlib.metadata.version("transformers")
     kind = module.Trainer
@@ -133,11 +136,18 @@ class _Distributed:
         return trainer.waits(self._module.barrier, args, kwargs)
 
 
-def _patch_signals(module: Any) -> None:
+def _listen(module: Any) -> None:
     from nvme_resume.huggingface.callback import SaveOnSigterm  # needs transformers, which is there now
 
-    if _state["sigterm"] and hasattr(module, "DEFAULT_CALLBACKS"):
-        _replace(module, "DEFAULT_CALLBACKS", [*module.DEFAULT_CALLBACKS, SaveOnSigterm])
+    present = getattr(module, "DEFAULT_CALLBACKS", None)
+    if _state["sigterm"] and present is not None and SaveOnSigterm not in present:
+        _replace(module, "DEFAULT_CALLBACKS", [*present, SaveOnSigterm])
+
+
+def _patch_signals(module: Any) -> None:
+    from nvme_resume.huggingface.callback import SaveOnSigterm
+
+    _listen(module)
     with contextlib.suppress(ImportError):
         just_in_time = importlib.import_module("transformers.trainer_jit_checkpoint")
         _replace(just_in_time, "JITCheckpointCallback", SaveOnSigterm)

@@ -25,6 +25,8 @@ changed = [a is not b for a, b in zip(before, state())]
 assert changed == [True] * 5 + [False] * 2, changed  # 5.24 does not wait there
 patches.uninstall()
 assert all(a is b for a, b in zip(before, state())), "not taken back"
+nvme_resume.install()
+nvme_resume.install(save_on_sigterm=True)
 nvme_resume.install(save_on_sigterm=True)
 assert len(t.DEFAULT_CALLBACKS) == len(before[5]) + 1
 print("fine")
