@@ -76,7 +76,7 @@ def test_running_past_a_checkpoint_saving_a_tag_again_and_resuming_twice(tmp_pat
     [
         {},
         {"pipelined": True, "offload_param": "nvme"},
-        {"offload_optimizer": "cpu"},
+        pytest.param({"offload_optimizer": "cpu"}, marks=pytest.mark.matrix),
         # Frozen parameters that are persistent are in memory while a load is prepared, on NVMe while it is applied.
         {"lora": True, "offload_param": "nvme", "persistence": 10_000_000, "train_before_load": True},
     ],
