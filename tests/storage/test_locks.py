@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,9 @@ def test_a_forked_child_does_not_keep_it(tmp_path: Path) -> None:
         "os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", program, str(path)], cwd=ROOT, check=False)
+    deadline = time.monotonic() + 10
+    while locks.is_held(path) and time.monotonic() < deadline:  # the child may not have run yet
+        time.sleep(0.05)
     take(path).close()
 
 
