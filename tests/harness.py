@@ -134,7 +134,7 @@ def run(
     full = {**DEFAULTS, "nvme_path": str(tmp / f"nvme-{name}"), "out": str(tmp / f"out-{name}"), **case}
     path = tmp / f"case-{name}.json"
     path.write_text(json.dumps(full))
-    codes, logs = launch(tmp, name, ranks, "tests.training", str(path))
+    codes, logs = launch(tmp, name, ranks, "tests.training", str(path), nodes=full["nodes"])
     reports = []
     for rank in range(ranks):
         out = tmp / f"out-{name}.{rank}.json"

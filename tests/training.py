@@ -278,8 +278,6 @@ def train(case: dict[str, Any], engine: Any, rank: int, start: int, until: int) 
 def main(path: str) -> None:
     case = json.loads(Path(path).read_text())
     rank = int(os.environ["RANK"])
-    if case["nodes"]:
-        os.environ["LOCAL_RANK"] = "0"
     if case["private"]:
         node = Path(case["private"], f"node{rank}")
         node.mkdir(parents=True, exist_ok=True)

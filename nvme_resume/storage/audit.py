@@ -46,9 +46,7 @@ def check(folder: Path, level: Level) -> Found:
         verify.structure(folder, record.files, rank=rank, tag=head.tag)
         if seal is None:
             unsealed += 1
-            for name, listed in record.files.items():
-                path = verify.path_of(folder, name, rank=rank, tag=head.tag)
-                verify.check_untouched(path, listed, rank=rank, tag=head.tag)
+            verify.untouched(folder, record.files, rank=rank, tag=head.tag)
         elif level != "structure":
             look = verify.full if level == "full" else verify.sampled
             look(folder, seal.files, Options(), rank=rank, tag=head.tag)

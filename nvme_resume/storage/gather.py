@@ -16,7 +16,7 @@ from typing import NamedTuple
 from nvme_resume import layout
 from nvme_resume.config import Options
 from nvme_resume.errors import ConfigError, CorruptError, NoCheckpointError
-from nvme_resume.manifest import Manifest
+from nvme_resume.manifest import FileSeal, Manifest
 from nvme_resume.storage import catalog, commit, ladder, records, room, transfer, verify
 from nvme_resume.storage import disk as seam
 
@@ -123,39 +123,36 @@ def _fill(
     """All files but the manifest, durable; their bytes.  What lies in the target itself is linked."""
     disk, folder = seam.current(), into / staging
     disk.make_folder(folder / layout.RECORDS)
-    copies: list[transfer.Copy] = []
-    about: list[tuple[int, str]] = []
+    copies: list[
+        tuple[int, transfer.Copy, FileSeal | None]
+    ] = []  # whose, what, and its hash where it is known
+    nbytes = 0
     small: list[Path] = []
-    moved = 0
-    hashes = {}
     for rank, source in sorted(holders.items()):
         record, seal, extras = records.read_rank(source, head, rank)
         verify.structure(source, record.files, rank=rank, tag=head.tag)
-        hashes[rank] = {} if seal is None else seal.files
+        if seal is None:
+            verify.untouched(source, record.files, rank=rank, tag=head.tag)
         for name, listed in record.files.items():
-            path = verify.path_of(source, name, rank=rank, tag=head.tag)
-            if seal is None:
-                verify.check_untouched(path, listed, rank=rank, tag=head.tag)
-            copies.append(transfer.Copy(path, folder / name))
-            about.append((rank, name))
-        for name, item in ((layout.rank_record(rank), record), (layout.extras(rank), extras)):
-            records.write(folder, name, item)
-            small.append(folder / name)
-        if seal is not None:
-            records.write(folder, layout.seal(rank), seal)
-            small.append(folder / layout.seal(rank))
-    to_copy = [c for c in copies if c.dst is not None and not _linked(c.src, c.dst, into)]
+            path, target = verify.path_of(source, name, rank=rank, tag=head.tag), folder / name
+            if not _linked(path, target, into):
+                copies.append((rank, transfer.Copy(path, target), None if seal is None else seal.files[name]))
+                nbytes += listed.size
+        items = {layout.rank_record(rank): record, layout.extras(rank): extras, layout.seal(rank): seal}
+        for name, item in items.items():
+            if item is not None:
+                records.write(folder, name, item)
+                small.append(folder / name)
     needs = room.Needs("this machine")
-    needs.add(into, sum(seam.current().size(c.src) for c in to_copy) + _SLACK_BYTES, len(copies))
+    needs.add(into, nbytes + _SLACK_BYTES, len(copies))
     room.refuse_too_little([needs.plain()], "the gathered checkpoint", tag=head.tag)
-    found = transfer.run(to_copy, options, what=f"gather {head.tag}", sync=True, show=show)
-    for copy, seal_found in zip(to_copy, found, strict=True):
-        rank, name = about[copies.index(copy)]
-        moved += seal_found.size
-        if name in hashes[rank]:
-            verify.compare(copy.src, hashes[rank][name], seal_found, rank=rank, tag=head.tag)
+    work = [copy for _, copy, _ in copies]
+    found = transfer.run(work, options, what=f"gather {head.tag}", sync=True, show=show)
+    for (rank, copy, known), seen in zip(copies, found, strict=True):
+        if known is not None:
+            verify.compare(copy.src, known, seen, rank=rank, tag=head.tag)
     commit.sync_all(small, commit.folders_of(folder))
-    return moved
+    return nbytes
 
 
 def _linked(source: Path, target: Path, into: Path) -> bool:

@@ -39,12 +39,11 @@ _held: dict[str, _Held] = {}  # by absolute path of the lock file
 
 def note() -> bytes:
     """What a note says of this process: host, pid, command, time."""
+    # No arguments: others may see the note, and arguments may be secret.
     facts = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "command": Path(
-            sys.argv[0]
-        ).name,  # no arguments: the note may be seen by others, and they may be secret
+        "command": Path(sys.argv[0]).name,
         "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
     return json.dumps(facts).encode()

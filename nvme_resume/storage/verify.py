@@ -50,6 +50,12 @@ def structure(
         check_size(path_of(folder, relative, rank=rank, tag=tag), known.size, rank=rank, tag=tag)
 
 
+def untouched(folder: Path, files: Mapping[str, FileRecord], *, rank: int, tag: str) -> None:
+    """What can be said of files without hashes: those that were linked were not written to since the commit."""
+    for relative, listed in files.items():
+        check_untouched(path_of(folder, relative, rank=rank, tag=tag), listed, rank=rank, tag=tag)
+
+
 def check_untouched(path: Path, listed: FileRecord, *, rank: int, tag: str) -> None:
     """CorruptError when a linked file has the inode of the commit but was written to since."""
     if listed.inode is None:

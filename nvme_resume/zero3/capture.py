@@ -191,9 +191,8 @@ def write_extras(engine: Any, folder: Path, *, checkpoint_id: str, rank: int, wi
         path.parent.mkdir(parents=True, exist_ok=True)
         with _disk_errors(folder):
             save_file(tensors, path)
-        path.chmod(
-            path.parent.stat().st_mode & 0o666
-        )  # safetensors may leave it to the owner alone, whatever the umask
+        # safetensors may leave it to the owner alone, whatever the umask.
+        path.chmod(path.parent.stat().st_mode & 0o666)
     return Extras(
         checkpoint_id=checkpoint_id,
         rank=rank,

@@ -62,9 +62,7 @@ class Checkpoint:
                 # Kinds and sizes first: nothing is opened that is no regular file of the right size.
                 verify.structure(self.folder, record.files, rank=rank, tag=self.tag)
                 if seal is None:
-                    for name, listed in record.files.items():
-                        path = verify.path_of(self.folder, name, rank=rank, tag=self.tag)
-                        verify.check_untouched(path, listed, rank=rank, tag=self.tag)
+                    verify.untouched(self.folder, record.files, rank=rank, tag=self.tag)
                 self._seals[rank], self._extras[rank] = None if seal is None else seal.files, extras
                 if record.model_file != layout.model_states(rank):  # DeepSpeed opens it by that name
                     raise CorruptError(

@@ -15,9 +15,8 @@ from nvme_resume import last_resumable
 from tests.huggingface import runs
 
 DDP = {"deepspeed": False, "steps": 30, "arguments": {"save_steps": 2, "save_total_limit": 2}}
-OLD = os.environ.get(
-    "NVME_RESUME_OLD_TRANSFORMERS"
-)  # a Python with transformers 4.38.2; scripts/old_transformers
+# A Python with transformers 4.38.2: scripts/old_transformers makes one.
+OLD = os.environ.get("NVME_RESUME_OLD_TRANSFORMERS")
 
 
 def complete(folder: Path, ranks: int) -> None:
