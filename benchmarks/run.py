@@ -24,11 +24,16 @@ SIZES = ((0.3, 3), (1.0, 3), (4.0, 2))  # swapped state in GB, rounds
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def worker(module: str, *arguments: object) -> Any:
-    """The JSON that one measurement prints last, from a fresh process."""
+def free_port() -> int:
+    """A port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return int(probe.getsockname()[1])
+
+
+def worker(module: str, *arguments: object) -> Any:
+    """The JSON that one measurement prints last, from a fresh process."""
+    port = free_port()
     place = {
         "RANK": "0",
         "LOCAL_RANK": "0",

@@ -52,6 +52,31 @@ class Options(BaseModel):
         None, ge=1, description="after each save, remove complete checkpoints beyond the newest that many"
     )
     timeout_seconds: float = Field(1800.0, gt=0, description="how long a rank waits for the others")
+    gather: Literal["main"] | None = Field(
+        None,
+        description="nodes with disks of their own: after each commit bring every node's files to the save folder of "
+        "the node with rank 0 as well, in the background",
+    )
+    replicas: int = Field(
+        0,
+        ge=0,
+        description="nodes with disks of their own: keep every node's files on that many other nodes as well, so that "
+        "the run resumes when as many nodes are lost; each takes the room of one more checkpoint",
+    )
+    upload: str | None = Field(
+        None,
+        pattern=r"^[^/\s]+://.+",
+        description="a URL (s3://bucket/run, gs://..., file:///folder, anything that fsspec knows): committed "
+        "checkpoints are uploaded there in the background",
+    )
+    download_dir: str | None = Field(
+        None,
+        description="where a load from a URL puts what it downloads, and leaves it; default: a private folder below "
+        "nvme_path that goes after the load",
+    )
+    network_limit_mib: float = Field(
+        0.0, ge=0, description="MiB/s that a node may send to others, and may upload; 0: no limit"
+    )
     engine: Literal["auto", "threads", "libaio"] = Field("auto", description="how the copier queues its I/O")
     direct: Literal["auto", "on", "off"] = Field("auto", description="O_DIRECT in the copier")
     block_mib: int = Field(16, ge=1, le=256, description="size of one copier request in MiB")

@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nvme_resume import config, layout, logs, manifest
+from nvme_resume import config, layout, logs, manifest, uploads
 from nvme_resume.config import Options
+from nvme_resume.downloads import Downloads
 from nvme_resume.errors import (
     ConfigError,
     CorruptError,
@@ -22,11 +23,13 @@ from nvme_resume.errors import (
     NvmeResumeError,
     PeerError,
 )
+from nvme_resume.nodes.supply import supply
 from nvme_resume.peers import Peers
 from nvme_resume.save import Saver
 from nvme_resume.storage import catalog, ownership, records, room
 from nvme_resume.storage import disk as seam
 from nvme_resume.storage.background import Background, Task
+from nvme_resume.storage.remote import is_url
 from nvme_resume.storage.snapshot import SwapFiles
 from nvme_resume.zero3 import adam, capture, quiesce, redirect, stock_loader, supported
 from nvme_resume.zero3.restore import Restore, Wanted, restore_rng_of
@@ -89,7 +92,9 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
                 ", ".join(supported.TESTED_DEEPSPEED),
             )
         peers, files, work = Peers(options.timeout_seconds), SwapFiles(options), Background()
-        if supported.uses_nvme(engine):
+        uses_nvme = supported.uses_nvme(engine)
+        peers.run(lambda: uploads.check(options, uses_nvme=uses_nvme), "start")
+        if uses_nvme:
             try:
                 peers.run(lambda: redirect.install(engine, files, work.gate), "start")
             except NvmeResumeError:
@@ -97,7 +102,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
                 raise
             atexit.register(files.close)
         saver = Saver(engine, options, peers, files, work)
-        atexit.register(saver.close)
+        atexit.register(saver.end)
         engine.__dict__.update(
             _nvme_options=options,
             _nvme_peers=peers,
@@ -175,6 +180,13 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
             saver.narrate = True
             saver.close()
 
+    def committed_as(self, folder: Path) -> None:
+        """What ``inside_larger_checkpoint`` saved last has its final name, ``folder / <tag>``, with other files beside.
+
+        On every rank.  Begins what goes on in the background after a commit.
+        """
+        self._nvme_saver.spread_last(folder)
+
     def _before_stock_save(self, folder: Path) -> None:
         """Refuse what could not be resumed; forget what DeepSpeed is about to overwrite in place."""
         if supported.is_zero3(self):
@@ -215,10 +227,28 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
     ) -> tuple[str | None, Any]:
         """DeepSpeed's ``load_checkpoint``: same arguments and result, and the run continues to the last bit.
 
+        ``load_dir`` may be a URL (``s3://bucket/run``) that ``"upload"`` filled: each node downloads its ranks' files.
+
         Everything is checked on every rank before anything is touched; on an error (the same type on every
         rank) engine, swap folder and checkpoint are as they were.
         """
-        peers = self._nvme_peers
+        peers, saver = self._nvme_peers, self._nvme_saver
+        if is_url(load_dir):
+            saver.wait()
+            downloads = Downloads(self._nvme_options, peers, saver.places, config.nvme_paths(self.config))
+            return downloads.load(
+                load_dir,
+                None if tag is None else str(tag),
+                lambda folder, name: self.load_checkpoint(
+                    folder,
+                    name,
+                    load_module_strict,
+                    load_optimizer_states,
+                    load_lr_scheduler_states,
+                    load_module_only,
+                    custom_load_fn,
+                ),
+            )
         wanted = Wanted(
             optimizer_states=load_optimizer_states,
             lr_scheduler_states=load_lr_scheduler_states,
@@ -230,9 +260,11 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
             # DeepSpeed will write to the public names.
             peers.run(self._nvme_files.thaw_all, "preparation of the load")
             return self._load_stock(load_dir, tag, None, wanted, custom_load_fn)
-        self._nvme_saver.wait()
-        self._nvme_saver.wait_for_rotation()
+        saver.wait()
+        saver.wait_for_rotation()
         peers.run(lambda: ownership.mend(Path(load_dir)), "look at the checkpoint folder")
+        if supported.is_zero3(self):
+            supply(Path(load_dir), None if tag is None else str(tag), peers, saver.places, self._nvme_options)
         damaged: dict[str, CorruptError] = {}  # what looked complete and was not what had been saved
         while True:
             try:
@@ -411,11 +443,11 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
     def destroy(self) -> None:
         """DeepSpeed's ``destroy``, after background work has ended."""
         self._nvme_work.close()
+        self._nvme_saver.end()
         try:
             super().destroy()  # type: ignore[misc]
         finally:
             self._nvme_files.close()
-            self._nvme_saver.close()
 
     def _load_stock(
         self, load_dir: str, tag: str | int | None, name: str | None, wanted: Wanted, custom_load_fn: Any

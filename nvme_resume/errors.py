@@ -146,3 +146,15 @@ def from_os_error(error: OSError, during: str, *, live: bool = False) -> NvmeRes
     ):
         return CorruptError(message, path=path, offset=offset, hint="load an older tag by its name")
     return StorageError(message, path=path, offset=offset, hint="look at the disk, then try again")
+
+
+def of(error: Exception, during: str) -> NvmeResumeError:
+    """The exception of this tree that stands for any other; the other is its cause."""
+    if isinstance(error, NvmeResumeError):
+        return error
+    if isinstance(error, OSError):
+        found = from_os_error(error, during)
+    else:
+        found = NvmeResumeError(f"{during}: {type(error).__name__}: {error}")
+    found.__cause__ = error
+    return found

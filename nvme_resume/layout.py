@@ -10,6 +10,7 @@ import re
 from pathlib import Path, PurePosixPath
 
 LATEST = "latest"
+TRAINER_STATE = "trainer_state.json"  # beside a tag folder: the save folder is a Trainer's checkpoint-N
 RECORDS = "nvme_resume"  # folder of our records inside <tag>/
 SWAP = "offloaded_tensors"  # DeepSpeed's folder for swap files inside <tag>/
 PARAMS = "offloaded_params"  # our folder for frozen 16-bit parameters that live on NVMe
@@ -17,6 +18,7 @@ MANIFEST = "manifest.json"
 STAGING_PREFIX = ".tmp-"
 RETIRED_PREFIX = ".old-"
 PRIVATE = "nvme_resume"  # beside DeepSpeed's swap folders: swap files under names nobody else opens
+DOWNLOADS = "nvme_resume_downloads"  # beside it: checkpoints on their way from a URL
 OWNER_LOCK = ".lock"  # suffix: held by the process that owns the folder of that name
 OWNER_NOTE = ".owner"  # suffix: says in words who holds the lock of that name
 INTRUDER = ".intruder"  # suffix: left by a job that was refused the swap folder after it had written there

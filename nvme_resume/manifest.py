@@ -210,6 +210,11 @@ class Manifest(Record):
     ranks: tuple[RankEntry, ...]
 
 
+def same_checkpoint(one: Manifest, other: Manifest) -> bool:
+    """Are they of one save?  Older versions let every node write its own time of day."""
+    return (one.checkpoint_id, one.tag, one.ranks) == (other.checkpoint_id, other.tag, other.ranks)
+
+
 R = TypeVar("R", bound=Record)
 
 

@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from nvme_resume import errors
 from nvme_resume.errors import NvmeResumeError, PeerError
 
 T = TypeVar("T")
+_POLL_SECONDS = 0.5
 
 
 class Peers:
@@ -60,15 +62,18 @@ class Peers:
         error: NvmeResumeError | None = None
         try:
             value = work()
-        except NvmeResumeError as caught:
-            error = caught
-        except OSError as caught:
-            error = errors.from_os_error(caught, during)
-            error.__cause__ = caught
         except Exception as caught:
-            error = NvmeResumeError(f"{during}: {type(caught).__name__}: {caught}")
-            error.__cause__ = caught
+            error = errors.of(caught, during)
         return self.exchange(value, error, during)
+
+    def together(self, wait: Callable[[float], bool], during: str) -> None:
+        """Call ``wait`` (at most that many seconds; is it over?) until it is over on every rank.
+
+        However long it takes: the ranks hear of each other meanwhile.  Raises what any rank's ``wait`` raised.
+        """
+        over = self.run(partial(wait, 0.0), during)
+        while not all(over):
+            over = self.run(partial(wait, _POLL_SECONDS), during)
 
     def any(self, mine: bool) -> bool:
         """Does any rank say yes?  Cheap: one all-reduce of a byte.  PeerError when a rank is gone."""

@@ -42,18 +42,20 @@ class Places:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._known: dict[int, Place] = {}
+        self._known: dict[int, Place] = {}  # by file system
+        self._devices: dict[Path, int] = {}
 
     def known(self, folder: Path) -> bool:
-        """Has this rank's file system been looked at?"""
-        return seam.current().device(folder) in self._known
+        """Has this rank's file system been looked at?  OSError."""
+        self._devices[folder] = seam.current().device(folder)
+        return self._devices[folder] in self._known
 
     def of(self, folder: Path, known: Sequence[bool]) -> Place:
-        """The place of an existing folder.  Collective; ``known``: what every rank's ``known`` said.
+        """The place of an existing folder.  Collective; ``known``: what every rank's ``known`` said just now.
 
         Raises PeerError, and StorageError on every rank where one cannot write there.
         """
-        device = seam.current().device(folder)
+        device = self._devices[folder]
         if all(known):
             return self._known[device]
         place = self._look(folder)

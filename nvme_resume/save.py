@@ -23,6 +23,7 @@ from nvme_resume import layout, logs, manifest
 from nvme_resume.config import Options
 from nvme_resume.errors import ConfigError, NvmeResumeError, PeerError, StorageError
 from nvme_resume.manifest import FileRecord, FileSeal, Manifest, RankEntry, RankRecord
+from nvme_resume.nodes.links import Links
 from nvme_resume.peers import Peers
 from nvme_resume.places import Place, Places
 from nvme_resume.storage import catalog, commit, ladder, prune, records, room, seal, transfer
@@ -30,6 +31,7 @@ from nvme_resume.storage import disk as seam
 from nvme_resume.storage.background import Background, Task
 from nvme_resume.storage.ownership import Ownership
 from nvme_resume.storage.snapshot import SwapFiles
+from nvme_resume.uploads import Uploads
 from nvme_resume.version import __version__
 from nvme_resume.zero3 import capture, monitor, quiesce, stock_loader, supported
 
@@ -58,11 +60,15 @@ class Saver:
         self._pending: Callable[[], None] | None = None  # what gives up the save that is under way
         self._in_background = False  # on some rank: agreed
         self._said_no_background = False
-        self._places = Places(peers)
+        self.places = Places(peers)
         self._place: Place | None = None  # where the present save goes
         self._owned = Ownership()  # of the save folder that this engine writes to
         self.narrate = True  # does rank 0 log starts and commits?
         self._rotation: list[Task] = []
+        self._links = Links(options, peers, work.gate)
+        self._uploads = Uploads(options, peers, work.gate)
+        self._upload = False  # is the present save to be uploaded?
+        self._unspread: str | None = None  # saved inside a larger checkpoint that had no name yet
         self._commit_seconds: list[float] = []  # of the last save, when the background has committed it
 
     # ---- the public two ----
@@ -76,9 +82,12 @@ class Saver:
         peers, engine = self._peers, self._engine
         start = time.monotonic()
         proposals = peers.run(lambda: self._propose(save_dir, tag), "start of the save")
-        peers.agree([p[1:3] for p in proposals], "save folder and tag")
+        # Inside a larger checkpoint its builder has agreed on the folder; nodes may know it by different paths.
+        peers.agree([p[1:3] if self.narrate else p[2] for p in proposals], "save folder and tag")
         checkpoint_id: str = proposals[0][0]
-        self.find_place(save_dir, [p[3] for p in proposals])
+        place = self.find_place(save_dir, [p[3] for p in proposals])
+        self._links.connect(place, [pair for p in proposals for pair in p[4]])
+        self._upload = self._uploads.admit(self._work.pending() >= _MOST_UNSEALED)
         staging = layout.staging(tag, checkpoint_id)
         if self._reports():
             log.info("saving checkpoint %s to %s", tag, save_dir)
@@ -128,6 +137,25 @@ class Saver:
         part.seal_later(save_dir / tag)
         if self._reports():
             _log_commit(save_dir / tag, sizes, start)
+        if self.narrate:
+            self._links.bring(save_dir, tag, loose=False)
+            self._begin_upload(save_dir, tag, latest=latest)
+        else:
+            self._unspread = tag
+
+    def spread_last(self, save_dir: Path) -> None:
+        """Bring what was saved inside a larger checkpoint, and lies in ``save_dir`` now, to other nodes.
+
+        On every rank.  Together with the files that lie beside the tag folder.
+        """
+        tag, self._unspread = self._unspread, None
+        if tag is not None:
+            self._links.bring(save_dir, tag, loose=True)
+            self._begin_upload(save_dir, tag, latest=True, below=save_dir.name)
+
+    def _begin_upload(self, save_dir: Path, tag: str, *, latest: bool, below: str | None = None) -> None:
+        if self._upload:
+            self._uploads.begin(save_dir, tag, self._place, latest=latest, below=below)
 
     def wait(self) -> None:
         """Until the save under way is committed.  Collective; raises what went wrong on any rank, on every rank."""
@@ -159,10 +187,23 @@ class Saver:
         """Give up the save folder."""
         self._owned.close()
 
+    def end(self) -> None:
+        """Wait, within bounds, for what goes to other nodes and comes from them; give up the save folder."""
+        self._links.close()
+        self._uploads.close()
+        self.close()
+
     def wait_for_all(self) -> None:
-        """The same, and until the hashes of linked files are written.  Collective."""
+        """The same, until hashes of linked files are written, other nodes have their copies, uploads are through.
+
+        Collective.
+        """
         self.wait()
         self._peers.run(self._work.finish, "background work of the last save")
+        if self._links.wanted:
+            self._peers.together(self._links.wait, "copies on other nodes")
+        if self._uploads.wanted:
+            self._peers.together(self._uploads.wait, "upload")
 
     def _wait_for(self, task: Task | None) -> None:
         if task is None:
@@ -187,15 +228,15 @@ class Saver:
 
         def make() -> bool:
             seam.current().make_folder(save_dir)
-            return self._places.known(save_dir)
+            return self.places.known(save_dir)
 
         self.find_place(save_dir, self._peers.run(make, "look at the save folder"))
 
-    def find_place(self, save_dir: Path, known: list[bool]) -> None:
+    def find_place(self, save_dir: Path, known: list[bool]) -> Place:
         """Which ranks share the save folder, which exists.  Collective; ``known``: what each rank has looked at."""
-        place = self._places.of(save_dir, known)
+        place = self.places.of(save_dir, known)
         if place == self._place:
-            return
+            return place
         self._place = place
         flag = self._engine.use_node_local_storage()
         if self._peers.rank == 0 and flag == place.alone and not self._peers.alone:
@@ -209,6 +250,7 @@ class Saver:
                 if place.alone
                 else "each is committed where it lies, and a resume needs all of them",
             )
+        return place
 
     def own(self, save_dir: Path) -> None:
         """Be the one job that saves there, until another folder is saved to.  LockedError names the other."""
@@ -227,7 +269,7 @@ class Saver:
             if gone:
                 log.info("removed %s from %s (keep_last %d)", ", ".join(gone), save_dir, keep)
 
-    def _propose(self, save_dir: Path, tag: str) -> tuple[str, str, str, bool]:
+    def _propose(self, save_dir: Path, tag: str) -> tuple[str, str, str, bool, list[Any]]:
         """Refuse what cannot work before anything is touched; rank 0's answer names the checkpoint's id."""
         self._work.raise_failure()
         if not layout.valid_tag(tag):
@@ -236,7 +278,8 @@ class Saver:
         quiesce.accumulation(self._engine)
         self._files.refuse_intruders()
         seam.current().make_folder(save_dir)
-        return uuid.uuid4().hex[:12], str(save_dir), tag, self._places.known(save_dir)
+        known = self.places.known(save_dir)
+        return uuid.uuid4().hex[:12], str(save_dir), tag, known, self._links.broken()
 
     @property
     def copies_in_background(self) -> bool:
@@ -262,7 +305,7 @@ class Saver:
             global_steps=self._engine.global_steps,
             world_size=self._peers.world_size,
             sealed=all(s["sealed"] for s in sizes),
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            created=sizes[0]["created"],  # rank 0's clock: the manifest is the same on every node
             versions={
                 "nvme_resume": __version__,
                 "deepspeed": supported.version(),
@@ -284,7 +327,7 @@ class Saver:
         self._drain = self._work.submit(
             f"copy of checkpoint {head.tag}", part.drain, options.timeout_seconds, awaited=True
         )
-        report, ranks = self._reports(), self._ranks_here()
+        report, narrate, ranks = self._reports(), self.narrate, self._ranks_here()
         given_up = threading.Event()
         seconds: list[float] = []
         self._commit_seconds = seconds
@@ -293,6 +336,8 @@ class Saver:
             try:
                 _await_seals(part.folder, len(sizes), self._work, options.timeout_seconds, given_up)
                 commit.publish(save_dir, staging, head, save_latest=latest)
+                if narrate:
+                    self._begin_upload(save_dir, head.tag, latest=latest)
                 self._rotate(save_dir, ranks)
             except BaseException:
                 commit.discard(save_dir, staging, head.checkpoint_id)
@@ -425,6 +470,7 @@ class _Part:
         commit.sync_all([folder / name for name in new], commit.folders_of(folder))
         return {
             "host": peers.host,
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "record": manifest.digest_of(record),
             "extras": manifest.digest_of(extras),
             "bytes": sum(f.size for f in listed.values()),

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import object_store
 
 SIZE = 1 << 30  # of the sparse image; small state, but xfs and btrfs want room for themselves
 
@@ -38,3 +41,28 @@ def mounted(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[st
         yield kind, place
     finally:
         subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[object_store.Server]:
+    """One server for all tests of a process."""
+    server = object_store.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def bucket(s3_server: object_store.Server, monkeypatch: pytest.MonkeyPatch) -> object_store.Bucket:
+    """A fresh bucket; this process and its children know the way there."""
+    for key, value in {**object_store.KEYS, "AWS_ENDPOINT_URL": s3_server.endpoint}.items():
+        monkeypatch.setenv(key, value)
+    return object_store.Bucket(s3_server, f"b{uuid.uuid4().hex[:12]}")
+
+
+@pytest.fixture(params=["s3", "file"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> object_store.Bucket | object_store.Folder:
+    """Somewhere to upload to, by each protocol that is tested."""
+    if request.param == "file":
+        return object_store.Folder(tmp_path / "store")
+    bucket: object_store.Bucket = request.getfixturevalue("bucket")
+    return bucket

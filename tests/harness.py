@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,10 +72,19 @@ class Run:
         return [r["error"] for r in self.ranks if "error" in r]
 
 
+_ports = itertools.count(os.getpid() * 37)  # parallel test processes begin at other ones
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on.
+
+    Below those that the kernel gives to connections (32768 and up): one of these may be taken before rank 0 listens.
+    """
+    while True:
+        port = 20_000 + next(_ports) % 12_000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def launch(
@@ -83,10 +95,13 @@ def launch(
     *arguments: str,
     python: str = sys.executable,
     nodes: bool = False,
+    environments: Sequence[dict[str, str]] | None = None,
+    meanwhile: Callable[[list[Any]], None] | None = None,
 ) -> tuple[list[int], str]:
     """Run ``python -m module arguments`` in ``ranks`` fresh processes: exit codes, and the ends of their logs.
 
-    ``nodes``: each says it is the first of a node.
+    ``nodes``: each says it is the first of a node.  ``environments``: what each has in addition.  ``meanwhile`` is
+    called with the processes once they run.
     """
     port = free_port()
     logs = [tmp / f"log-{name}.{rank}.txt" for rank in range(ranks)]
@@ -103,6 +118,7 @@ def launch(
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
             "PYTHONWARNINGS": "ignore::FutureWarning",
+            **(environments[rank] if environments else {}),
         }
         if python == sys.executable:
             processes.append(zygote.start(module, list(arguments), environment, ROOT, log))
@@ -113,6 +129,8 @@ def launch(
                 subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT)
             )
     try:
+        if meanwhile is not None:
+            meanwhile(processes)
         codes = [process.wait(timeout=500) for process in processes]
     finally:
         for process in processes:
@@ -126,6 +144,8 @@ def run(
     ranks: int = 1,
     *,
     check: bool = True,
+    environments: Sequence[dict[str, str]] | None = None,
+    meanwhile: Callable[[list[Any]], None] | None = None,
     **case: Any,
 ) -> Run:
     """One run of the training program in ``ranks`` fresh processes."""
@@ -134,7 +154,10 @@ def run(
     full = {**DEFAULTS, "nvme_path": str(tmp / f"nvme-{name}"), "out": str(tmp / f"out-{name}"), **case}
     path = tmp / f"case-{name}.json"
     path.write_text(json.dumps(full))
-    codes, logs = launch(tmp, name, ranks, "tests.training", str(path), nodes=full["nodes"])
+    codes, logs = launch(
+        tmp, name, ranks, "tests.training", str(path),
+        nodes=full["nodes"], environments=environments, meanwhile=meanwhile,
+    )  # fmt: skip
     reports = []
     for rank in range(ranks):
         out = tmp / f"out-{name}.{rank}.json"

@@ -8,12 +8,14 @@ ran.  One such process for each pytest process; it ends with it.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import json
 import os
 import random
 import runpy
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 _POLL_SECONDS = 0.05
+_CLONE_NEWUTS = 0x04000000
+_CLONE_NEWNET = 0x40000000
 
 
 class Child:
@@ -137,12 +141,25 @@ def _become(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.argv[1:] = request["arguments"]
+    _move_to(os.environ.get("NVR_TEST_NAMESPACE"))
     random.seed()
     import numpy as np
     import torch
 
     np.random.seed()
     torch.seed()
+
+
+def _move_to(namespace: str | None) -> None:
+    """Be on another host, as far as the network and the host's name go."""
+    if namespace is None:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    assert libc.setns(descriptor, _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+    assert libc.unshare(_CLONE_NEWUTS) == 0, os.strerror(ctypes.get_errno())
+    socket.sethostname(namespace)
+    os.close(descriptor)
 
 
 if __name__ == "__main__":

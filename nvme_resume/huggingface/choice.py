@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from nvme_resume import logs
+from nvme_resume.config import Options
 from nvme_resume.huggingface import rotation
+from nvme_resume.nodes.supply import supply
 from nvme_resume.peers import Peers
+from nvme_resume.places import Places
 from nvme_resume.storage import catalog, ownership
 from nvme_resume.storage import disk as seam
 
@@ -29,6 +33,14 @@ def newest_of_all(output_dir: Path, peers: Peers) -> Path | None:
         lambda: ownership.mend(output_dir), "look at the output folder"
     )  # one of them does; the others wait
     found = peers.run(lambda: _problems(output_dir), "choice of the checkpoint")
+    for name in reversed(rotation.by_step({n for of_rank in found for n in of_rank})):
+        sound = [of_rank.get(name, "absent") is None for of_rank in found]
+        if any(sound) and not all(sound):
+            # Nodes with disks of their own: what one lacks another may have.
+            supply(output_dir / name, None, peers, Places(peers), Options(), loose=True)
+            found = peers.run(lambda: _problems(output_dir), "choice of the checkpoint")
+        if all(of_rank.get(name, "absent") is None for of_rank in found):
+            break
     return _choose(output_dir, found, speak=peers.rank == 0)
 
 
@@ -44,11 +56,14 @@ def problem_with(folder: Path) -> str | None:
     except (OSError, ValueError, RecursionError) as error:
         return f"{_STATE} cannot be read: {error}"
     tags = catalog.tags(folder)
-    if not tags or catalog.last_resumable(folder) is not None:
-        return None
-    first = catalog.latest(folder)
-    found = first if first is not None else catalog.look(folder, tags[-1])
-    return found.problem  # without one it is plain DeepSpeed's, and no ``latest`` names it
+    rank = int(os.environ.get("RANK", "0"))
+    problem = None
+    for tag in reversed(tags):  # one, unless somebody else saves there, too
+        found = catalog.look(folder, tag, catalog.share_here(folder, tag, rank))
+        if found.problem is None:  # ours, or plain DeepSpeed's
+            return None
+        problem = problem or found.problem
+    return problem
 
 
 def _problems(output_dir: Path) -> dict[str, str | None]:

@@ -21,6 +21,7 @@ from nvme_resume.errors import NvmeResumeError
 from nvme_resume.huggingface import rotation
 from nvme_resume.huggingface.folders import Building, Folders
 from nvme_resume.huggingface.sigterm import listener
+from nvme_resume.storage import catalog
 
 log = logs.logger
 
@@ -80,6 +81,8 @@ def save(original: Callable[..., Any], trainer: Any, args: Sequence[Any], kwargs
             trainer.state.best_model_checkpoint = best
             raise
     _newest[:] = [building.final]
+    for engine in _engines(trainer):
+        engine.committed_as(building.final)
     removed = _rotate(trainer, building)
     if folders.peers.rank == 0:
         log.info(
@@ -172,10 +175,15 @@ def _no_fuss_about_the_folder(record: logging.LogRecord) -> bool:
 
 def _engine_inside(trainer: Any) -> contextlib.AbstractContextManager[None]:
     """What an engine of ours saves meanwhile is a part of this checkpoint."""
-    for engine in (getattr(trainer, "deepspeed", None), getattr(trainer, "model_wrapped", None)):
-        if isinstance(engine, NvmeResumeEngine):
-            return engine.inside_larger_checkpoint()
+    for engine in _engines(trainer):
+        return engine.inside_larger_checkpoint()
     return contextlib.nullcontext()
+
+
+def _engines(trainer: Any) -> list[NvmeResumeEngine]:
+    """The engine of ours, if there is one."""
+    found = (getattr(trainer, "deepspeed", None), getattr(trainer, "model_wrapped", None))
+    return [engine for engine in found if isinstance(engine, NvmeResumeEngine)][:1]
 
 
 def _finish_state(trainer: Any, building: Building, run_dir: str) -> None:
@@ -201,6 +209,9 @@ def _rotate(trainer: Any, building: Building) -> list[str]:
     try:
         there = [p.name for p in building.run_dir.iterdir() if p.is_dir()]
         going = rotation.outdated(there, trainer.args.save_total_limit, protected)
+        # What is on its way to another node goes with the next rotation.
+        busy = {path.parent for path, uses in catalog.in_use.items() if uses}
+        going = [name for name in going if building.run_dir / name not in busy]
         building.remove(going)
     except (OSError, NvmeResumeError) as error:
         log.warning("older checkpoints in %s could not be removed: %s", building.run_dir, error)

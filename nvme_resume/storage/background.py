@@ -18,14 +18,18 @@ from nvme_resume import _native, errors, logs
 from nvme_resume.errors import NvmeResumeError
 
 log = logs.logger
+Cancelled = _native.Cancelled
 
 _CANCEL_SECONDS = 10.0
+_BREATH_SECONDS = 0.005
 
 
 class Gate:
     """Background transfers pause here while the training uses its swap files."""
 
-    def __init__(self) -> None:
+    def __init__(self, training: Gate | None = None) -> None:
+        """``training``: the gate that knows when the training uses its swap files, where it is not this one."""
+        self._training = training or self
         self._lock = threading.Lock()
         self._running: set[_native.Transfer] = set()
         self._busy = False
@@ -71,6 +75,12 @@ class Gate:
             with self._lock:
                 self._running.discard(transfer)
 
+    def breathe(self) -> None:
+        """Between two blocks of a transfer that is not the copier's: wait while the training uses its swap files."""
+        while self._training._busy and not self._waited_for and not self._closed:
+            time.sleep(_BREATH_SECONDS)
+        self.check()
+
     def check(self) -> None:
         """_native.Cancelled when the gate is closed (for waits that are no transfers)."""
         if self._closed:
@@ -113,13 +123,8 @@ class Task:
                 self._work()
         except _native.Cancelled:
             self.cancelled = True
-        except NvmeResumeError as error:
-            self.error = error
-        except OSError as error:
-            self.error = errors.from_os_error(error, self.what)
         except Exception as error:
-            self.error = NvmeResumeError(f"{self.what}: {type(error).__name__}: {error}")
-            self.error.__cause__ = error
+            self.error = errors.of(error, self.what)
         finally:
             self._work = _nothing  # frees what it refers to
             self._done.set()
@@ -129,6 +134,19 @@ class Task:
         return self._done.wait(seconds)
 
 
+def over(tasks: Sequence[Task], seconds: float) -> bool:
+    """True when all have ended within the time, together; then what went wrong with the first that failed is raised."""
+    deadline = time.monotonic() + seconds
+    if not all(task.wait(max(0.0, deadline - time.monotonic())) for task in tasks):
+        return False
+    for task in tasks:
+        task.reported = True
+    for task in tasks:
+        if task.error is not None:
+            raise task.error
+    return True
+
+
 def _nothing() -> None:
     return
 
@@ -136,8 +154,9 @@ def _nothing() -> None:
 class Background:
     """Runs tasks in order, one at a time, in a daemon thread; the end of the process waits for them, within bounds."""
 
-    def __init__(self) -> None:
-        self.gate = Gate()
+    def __init__(self, gate: Gate | None = None) -> None:
+        """``gate``: one that knows more than a fresh one."""
+        self.gate = gate or Gate()
         self._queue: SimpleQueue[Task | None] = SimpleQueue()
         self._tasks: list[Task] = []
         self._thread: threading.Thread | None = None

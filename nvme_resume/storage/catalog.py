@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,11 +49,38 @@ def tags(save_dir: Path) -> list[str]:
     return [p.name for p in sorted(found, key=lambda p: (p.stat().st_mtime_ns, p.name))]
 
 
+def beside(save_dir: Path, tag: str) -> list[str]:
+    """Files that others than DeepSpeed put beside a tag folder (a Trainer's states and weights), as relative names."""
+    paths = sorted(save_dir.rglob("*")) if save_dir.is_dir() else []
+    files = [p.relative_to(save_dir).as_posix() for p in paths if p.is_file() and not p.is_symlink()]
+    return beside_of(files, {tag, *tags(save_dir)})
+
+
+def beside_of(names: Iterable[str], tags: Container[str]) -> list[str]:
+    """The same of the files below a save folder wherever it lies: no checkpoints, no ``latest``, nothing hidden."""
+    parts = {name: name.split("/") for name in names}
+    return [
+        name
+        for name, parts in parts.items()
+        if name != layout.LATEST and parts[0] not in tags and not any(part.startswith(".") for part in parts)
+    ]
+
+
 # Which saved ranks' files to look at, given how many there are: all, or those that others do not look at (or cannot
 # see, on disks of their own).
 Share = Callable[[int], Iterable[int]]
 
+_use_lock = threading.Lock()
+in_use: Counter[Path] = (
+    Counter()
+)  # checkpoints that are being copied elsewhere, or added to: not to be removed
 under_way: set[Path] = set()  # staging folders of this process's own saves
+
+
+def use(path: Path, change: int) -> None:
+    """Count a user of a checkpoint, or one less."""
+    with _use_lock:  # += is no single step, and threads come and go
+        in_use[path] += change
 
 
 class Entry(NamedTuple):
@@ -65,11 +94,23 @@ class Entry(NamedTuple):
     step: int = -1
     ours: bool = False
     problem: str | None = None
+    checkpoint_id: str = ""
 
 
 def share_of(rank: int, world_size: int) -> Share:
     """A rank's part of the work when every rank looks at some files."""
     return lambda saved: range(rank, saved, world_size)
+
+
+def read_by(rank: int, world_size: int) -> Share:
+    """The saved ranks whose files a rank reads when it resumes: its own, or, in another world size, any."""
+    return lambda saved: (rank,) if saved == world_size else range(saved)
+
+
+def share_here(save_dir: Path, tag: str, rank: int) -> Share:
+    """What must lie in a folder that may be one node's own: the files of this rank, and of all that have a record."""
+    folder = save_dir / tag
+    return lambda saved: [r for r in range(saved) if r == rank or (folder / layout.rank_record(r)).is_file()]
 
 
 def look(save_dir: Path, tag: str, share: Share = range) -> Entry:
@@ -85,12 +126,13 @@ def look(save_dir: Path, tag: str, share: Share = range) -> Entry:
         head = records.read_manifest(folder)
         if head.tag != tag:
             return Entry(tag, ours=True, problem=f"it holds tag {head.tag}")
+        entry = Entry(tag, head.global_steps, ours=True, checkpoint_id=head.checkpoint_id)
         for saved in share(head.world_size):
             record, _, _ = records.read_rank(folder, head, saved)
             verify.structure(folder, record.files, rank=saved, tag=tag)
-        return Entry(tag, head.global_steps, ours=True)
     except (NvmeResumeError, OSError) as error:
         return Entry(tag, ours=True, problem=str(error))
+    return entry
 
 
 def entries(save_dir: Path, share: Share = range) -> list[Entry]:
@@ -144,8 +186,17 @@ def combine(found: Sequence[Sequence[Entry]]) -> list[Entry]:
         absent = [r for r, e in enumerate(of_ranks) if e is None]
         if problem is None and absent:
             problem = f"ranks {absent} do not have it"
+        ids = {e.checkpoint_id for e in of_ranks if e is not None}
+        if problem is None and len(ids) > 1:
+            problem = f"the ranks see {len(ids)} different checkpoints of that name"
         combined.append(entry._replace(problem=problem))
     return combined
+
+
+def deserves_latest(save_dir: Path, step: int) -> bool:
+    """Is ``latest`` to name a checkpoint of this step?  Not where it names a committed one of a later step."""
+    named = latest(save_dir, lambda _: ())  # other nodes may have the rest of its files
+    return named is None or named.problem is not None or named.step <= step
 
 
 def last_resumable(save_dir: Path) -> Path | None:

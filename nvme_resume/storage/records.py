@@ -6,7 +6,7 @@ import contextlib
 import os
 import uuid
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from nvme_resume import integrity, layout, manifest
 from nvme_resume.errors import CorruptError, NoCheckpointError
@@ -14,6 +14,14 @@ from nvme_resume.manifest import Extras, Manifest, RankRecord, Record, Seal
 from nvme_resume.storage import disk as seam
 
 R = TypeVar("R", bound=Record)
+
+
+class OfRank(NamedTuple):
+    """The records of one rank; no seal where none was written yet."""
+
+    record: RankRecord
+    seal: Seal | None
+    extras: Extras
 
 
 def write(folder: Path, relative: str, record: Record) -> None:
@@ -99,18 +107,26 @@ def read_manifest(folder: Path) -> Manifest:
     return head
 
 
-def read_rank(folder: Path, head: Manifest, rank: int) -> tuple[RankRecord, Seal | None, Extras]:
+def read_rank(folder: Path, head: Manifest, rank: int) -> OfRank:
     """The records of one rank, checked against the manifest and each other; no seal where none was written yet."""
     if not 0 <= rank < len(head.ranks):
         raise CorruptError(
             "the manifest does not list this rank", rank=rank, path=str(folder / layout.manifest())
         )
-    entry = head.ranks[rank]
     record = read(folder, layout.rank_record(rank), RankRecord)
     extras = read(folder, layout.extras(rank), Extras)
     seal = None
     if head.sealed or os.path.lexists(folder / layout.seal(rank)):
         seal = read(folder, layout.seal(rank), Seal)
+    found = OfRank(record, seal, extras)
+    check_rank(folder, head, rank, found)
+    return found
+
+
+def check_rank(folder: Path, head: Manifest, rank: int, of_rank: OfRank) -> None:
+    """CorruptError unless these are the records that the manifest means; ``folder`` is where they came from."""
+    entry = head.ranks[rank]
+    record, seal, extras = of_rank
     sealed = [] if seal is None else [(layout.seal(rank), seal)]
     for relative, expected, found in (
         (layout.rank_record(rank), entry.record, manifest.digest_of(record)),
@@ -152,4 +168,3 @@ def read_rank(folder: Path, head: Manifest, rank: int) -> tuple[RankRecord, Seal
             found=f"{record.tag} of {record.world_size} ranks",
         )
     integrity.check(record, seal, extras, str(folder / layout.rank_record(rank)))
-    return record, seal, extras

@@ -15,7 +15,7 @@ from pathlib import Path
 from nvme_resume import layout, logs, manifest
 from nvme_resume.config import Options
 from nvme_resume.errors import CorruptError, NvmeResumeError
-from nvme_resume.manifest import FileSeal, RankRecord, Seal
+from nvme_resume.manifest import FileSeal, Manifest, RankRecord, Seal
 from nvme_resume.storage import records, transfer, verify
 from nvme_resume.storage.background import Gate
 
@@ -80,6 +80,21 @@ def take(
         record_digest=manifest.digest_of(record),
         files=files,
     )
+
+
+def read_rank(
+    folder: Path, head: Manifest, rank: int, options: Options, *, show: bool = False
+) -> records.OfRank:
+    """The records of one rank, its files being there; the hashes are taken now where nobody has taken them yet.
+
+    Raises CorruptError.
+    """
+    of_rank = records.read_rank(folder, head, rank)
+    verify.structure(folder, of_rank.record.files, rank=rank, tag=head.tag)
+    if of_rank.seal is not None:
+        return of_rank
+    verify.untouched(folder, of_rank.record.files, rank=rank, tag=head.tag)
+    return of_rank._replace(seal=take(folder, of_rank.record, options, show=show, committed=True))
 
 
 def add_if_possible(folder: HeldFolder, record: RankRecord, options: Options, gate: Gate) -> None:

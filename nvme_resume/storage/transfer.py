@@ -127,15 +127,49 @@ def _interruptible(transfer: _native.Transfer, what: str, *, show: bool) -> list
                 bar.close()
 
 
+class RunningSeal:
+    """The seal of content that comes piece by piece."""
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._chunks: list[bytes] = []
+        self._open = xxhash.xxh3_128()
+        self._filled = 0  # bytes of the chunk that is open
+
+    def add(self, piece: bytes | memoryview) -> None:
+        """What comes next."""
+        view = memoryview(piece).cast("B")
+        self._size += len(view)
+        while len(view):
+            part = view[: _native.CHUNK_BYTES - self._filled]
+            self._open.update(part)
+            self._filled += len(part)
+            if self._filled == _native.CHUNK_BYTES:
+                self._end_chunk()
+            view = view[len(part) :]
+
+    def seal(self) -> FileSeal:
+        """Size and hashes, when all of it was added."""
+        if self._filled:
+            self._end_chunk()
+        joined = b"".join(self._chunks)
+        return FileSeal(size=self._size, digest=_native.digest_of_chunks(joined), chunks=joined.hex())
+
+    def _end_chunk(self) -> None:
+        self._chunks.append(self._open.digest())
+        self._open, self._filled = xxhash.xxh3_128(), 0
+
+
 def hash_of(content: memoryview) -> FileSeal:
     """The seal of a file with this content."""
-    view = content.cast("B")
-    chunks = [
-        xxhash.xxh3_128_digest(view[i : i + _native.CHUNK_BYTES])
-        for i in range(0, len(view), _native.CHUNK_BYTES)
-    ]
-    joined = b"".join(chunks)
-    return FileSeal(size=len(view), digest=_native.digest_of_chunks(joined), chunks=joined.hex())
+    running = RunningSeal()
+    running.add(content)
+    return running.seal()
+
+
+def digest_of_chunks(chunks: str) -> str:
+    """The digest of a file from the hashes of its chunks (hexadecimal, 32 digits each; nothing else)."""
+    return _native.digest_of_chunks(bytes.fromhex(chunks))
 
 
 def write_padded(path: Path, data: memoryview, size: int, *, offset: int = 0) -> None:

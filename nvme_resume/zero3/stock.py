@@ -9,6 +9,7 @@ several ranks overwrote each other's files: that one is accepted from a single r
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,20 @@ def world_size(folder: Path) -> int:
             found="no such file",
             hint="give the folder that holds the tags, and a tag in it",
         )
+    return _world_size_in(path)
+
+
+def world_size_of(folders: Sequence[Path]) -> int:
+    """The same from the parts that several nodes hold.  NoCheckpointError, CorruptError."""
+    for folder in folders:
+        for path in sorted(folder.glob("zero_pp_rank_*_mp_rank_00_model_states.pt")):
+            return _world_size_in(path)
+    raise NoCheckpointError(
+        "no model file of ZeRO-3 in any of the folders", path=", ".join(map(str, folders))
+    )
+
+
+def _world_size_in(path: Path) -> int:
     saved = pt_files.load(path, as_deepspeed_does).get("dp_world_size")
     if not isinstance(saved, int) or saved < 1:
         raise CorruptError("no world size in the model file", path=str(path))

@@ -158,3 +158,13 @@ def test_log_lines_are_visible_whatever_the_root_logger_does() -> None:
         )
         assert ("committed it" in done.stderr) == seen, before
         assert done.stderr.count("committed it") <= 1
+
+
+def test_one_save_at_two_times_of_day_is_one_save() -> None:
+    from nvme_resume import manifest
+    from tests.nodes import fakes
+
+    head = fakes.manifest(8)
+    assert manifest.same_checkpoint(head, head.model_copy(update={"created": "a second later"}))
+    assert not manifest.same_checkpoint(head, head.model_copy(update={"checkpoint_id": "another"}))
+    assert not manifest.same_checkpoint(head, head.model_copy(update={"ranks": head.ranks[:4]}))

@@ -129,7 +129,9 @@ def check_saves(
             assert found["changed"] == [], found  # ``latest`` included
             # Only what could not be removed is left, and only where nothing else failed.
             assert found["leftovers"] == [] or fault[2] == "remove_tree", found
-        assert found["leftovers_later"] == [], found
+        # Hashes that could not get their name stay beside it until a load of that checkpoint writes them again.
+        unsealed = [n for n in found["leftovers_later"] if n.startswith(".tmp-rank00.seal.json.")]
+        assert found["leftovers_later"] == (unsealed if lasting else []), found
         assert found["next"] is None and found["load"] is None and found["at_rest"] is None, found
         # A folder may be synced again before what is in it is removed; that must not become a commit.
         assert found.get("synced_again", []) == [] or failure is not None, found

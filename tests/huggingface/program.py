@@ -6,6 +6,7 @@ Writes what the run logged to ``<out>.<rank>.json``.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import random
@@ -37,6 +38,7 @@ DEFAULTS: dict[str, Any] = {
     "fail_in_save_at": None,
     "put_before_save": False,  # a file into checkpoint-N, as a callback may
     "node_local": False,
+    "ends_as_usual": False,  # with what is done at the end of a program
     "private": False,  # each rank has an output folder of its own
 }
 VOCABULARY = 256
@@ -67,6 +69,8 @@ def finish(trainer: Any, case: dict[str, Any]) -> None:
     Path(case["report"]).write_text(json.dumps(report))
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
+    if case["ends_as_usual"]:
+        atexit._run_exitfuncs()
     os._exit(0)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from nvme_resume import last_resumable
+from nvme_resume.storage import audit
 from tests.huggingface import runs
 
 DDP = {"deepspeed": False, "steps": 30, "arguments": {"save_steps": 2, "save_total_limit": 2}}
@@ -106,6 +107,48 @@ def test_two_nodes_with_folders_of_their_own(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "out-of-1" / "out" / "checkpoint-6")
     _, log = runs.run(tmp_path, "lost", 2, nodes=True, codes=[1, 1], **case, private=True, resume=True)
     assert "checkpoint-6 (ranks [1] do not have it)" in log
+
+
+def test_a_node_with_a_new_disk(tmp_path: Path) -> None:
+    """The master has gathered whole folders, and gives them back, the Trainer's own files included."""
+    case = {
+        "steps": 6,
+        "nvme_checkpoint": {"gather": "main"},
+        "private": True,
+        "node_local": True,
+        "arguments": {"save_steps": 2, "save_total_limit": 2, "logging_steps": 1},
+    }
+    whole, log = runs.run(tmp_path, "whole", 2, nodes=True, **case, ends_as_usual=True)
+    first, second = (tmp_path / f"out-of-{rank}" / "out" for rank in (0, 1))
+    assert {p.name for p in (first / "checkpoint-6").iterdir()} >= {"rng_state_0.pth", "rng_state_1.pth"}, log
+    for step in (4, 6):
+        audit.check(first / f"checkpoint-{step}" / f"global_step{step}", "full")
+        assert not list((second / f"checkpoint-{step}").rglob("rank00.json"))
+
+    shutil.rmtree(first / "checkpoint-6")
+    shutil.rmtree(second.parent)
+    resumed, _ = runs.run(tmp_path, "resumed", 2, nodes=True, **case, seed=2, resume=True)
+    assert resumed["logs"] == whole["logs"]
+    names = {p.name for p in (second / "checkpoint-4").iterdir()}
+    assert {"rng_state_1.pth", "trainer_state.json", "latest"} <= names
+    assert not list((second / "checkpoint-4").rglob("rank00.json"))
+
+
+def test_whole_folders_are_uploaded(tmp_path: Path) -> None:
+    """What lies under the URL, copied back, resumes."""
+    bucket = tmp_path / "bucket"
+    case = {"steps": 6, "nvme_checkpoint": {"upload": bucket.as_uri()}, "arguments": {"logging_steps": 1}}
+    whole, log = runs.run(tmp_path, "whole", 2, **case, ends_as_usual=True)
+    for step in (3, 6):
+        folder = bucket / f"checkpoint-{step}"
+        names = {p.name for p in folder.iterdir()}
+        assert {"trainer_state.json", "rng_state_0.pth", "rng_state_1.pth", "latest"} <= names, log
+        audit.check(folder / f"global_step{step}", "full")
+    again = tmp_path / "again"
+    shutil.copytree(bucket / "checkpoint-3", again / "checkpoint-3")
+    del case["nvme_checkpoint"]
+    resumed, _ = runs.run(tmp_path, "resumed", 2, **case, out=str(again), seed=2, resume=True)
+    assert resumed["logs"] == whole["logs"]
 
 
 @pytest.mark.parametrize("deepspeed", [False, True], ids=["ddp", "zero3"])

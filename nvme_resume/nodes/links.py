@@ -1,0 +1,263 @@
+"""After a commit: every node's part goes where it is to be kept as well, in the background.
+
+``"gather": "main"`` brings all parts to the folder of the node with rank 0, ``"replicas": n`` those of each node to the
+n nodes after it.  Each pair of nodes has a link: a channel, a thread on both ends, and a list of what is owed.  A link
+that fails stays quiet until the next save makes a new channel, and then brings what it owes; what a former run owed is
+brought with the first save of the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nvme_resume import errors, layout, logs
+from nvme_resume.config import Options
+from nvme_resume.errors import NvmeResumeError, PeerError
+from nvme_resume.nodes import session
+from nvme_resume.nodes.channel import Channel, Node
+from nvme_resume.nodes.session import Errand
+from nvme_resume.peers import Peers
+from nvme_resume.places import Place
+from nvme_resume.storage import catalog, records
+from nvme_resume.storage.background import Background, Cancelled, Gate, Task, over
+from nvme_resume.storage.limit import Limit
+
+log = logs.logger
+_FORMER = 2  # checkpoints of an earlier run that are brought to where they are missing
+Pair = tuple[int, int]  # publishers: who sends, who takes in
+
+
+def pairs(place: Place, gather: bool, replicas: int) -> list[Pair]:
+    """Who sends its part to whom, in an order that is the same everywhere."""
+    publishers = [ranks[0] for ranks in place.all_places]
+    count = len(publishers)
+    found = {(p, publishers[0]) for p in publishers[1:]} if gather else set()
+    for distance in range(1, min(replicas, count - 1) + 1):
+        found |= {(p, publishers[(i + distance) % count]) for i, p in enumerate(publishers)}
+    return sorted(found)
+
+
+@dataclass
+class _Link:
+    """One end of a pair."""
+
+    pair: Pair
+    sends: bool
+    there: Node
+    ranks: tuple[int, ...]  # whose parts are brought
+    channel: Channel | None
+    work: Background
+    errands: dict[int, Errand] = field(default_factory=dict)  # by number; the sender drops what is done
+    fresh: bool = True  # nothing of this run was brought yet
+    tasks: list[Task] = field(default_factory=list)
+
+
+class Links:
+    """All that this rank brings to others and gets from them.  Only publishers have any."""
+
+    def __init__(self, options: Options, peers: Peers, training: Gate) -> None:
+        self._options = options
+        self._peers = peers
+        self._training = training
+        self._limit = Limit(options.network_limit_mib)
+        self._links: dict[Pair, _Link] = {}
+        self._place: Place | None = None
+        self._count = 0
+
+    @property
+    def wanted(self) -> bool:
+        """Is anything to be brought anywhere?"""
+        return self._options.gather is not None or self._options.replicas > 0
+
+    def broken(self) -> list[Pair]:
+        """Links of this rank that need a new channel."""
+        return [pair for pair, link in self._links.items() if link.channel is None]
+
+    def connect(self, place: Place, broken: Sequence[Pair]) -> None:
+        """Be ready to bring what ``place`` saves.  Collective; ``broken``: what any rank's ``broken`` said.
+
+        Raises PeerError on every rank when a connection cannot be made.
+        """
+        if not self.wanted or place.alone or (place == self._place and not broken):
+            return
+        peers = self._peers
+        hosts: list[str] = peers.run(lambda: peers.host, "look for the other nodes")
+        again = {tuple(pair) for pair in broken}
+        wanted = pairs(place, self._options.gather is not None, self._options.replicas)
+
+        def open_all() -> None:
+            if place != self._place:
+                self.close()
+                self._links = {}
+            for pair in wanted:
+                if peers.rank in pair and (pair in again or pair not in self._links):
+                    self._open(pair, place, hosts)
+
+        peers.run(open_all, "connection of the nodes")
+        self._place = place
+
+    def _open(self, pair: Pair, place: Place, hosts: Sequence[str]) -> None:
+        here, there = (Node(r, hosts[r]) for r in (pair if pair[0] == self._peers.rank else pair[::-1]))
+        channel = Channel(here, there, self._options.timeout_seconds)
+        if pair in self._links:
+            self._links[pair].channel = channel
+            return
+        ranks = next(r for r in place.all_places if r[0] == pair[0])
+        work = Background(Gate(self._training))
+        self._links[pair] = _Link(pair, pair[0] == self._peers.rank, there, ranks, channel, work)
+
+    def bring(self, save_dir: Path, tag: str, *, loose: bool) -> None:
+        """Queue what was just committed there.  On every rank, in the same order; returns at once."""
+        self._count += 1
+        for link in self._links.values():
+            folder = save_dir / tag
+            link.errands[self._count] = Errand(save_dir, tag, link.ranks, loose, live=True)
+            catalog.use(folder, 1)
+            link.tasks = [t for t in link.tasks if not t.wait(0) or t.error is not None]
+            what = f"{tag} {'to' if link.sends else 'from'} {link.there}"
+            work = partial(self._run, link, self._count)
+            task = link.work.submit(what, work, self._options.timeout_seconds, awaited=True)
+            link.tasks.append(task)
+
+    def wait(self, seconds: float) -> bool:
+        """True when nothing is under way any more.  Raises what went wrong since it was asked last."""
+        deadline = time.monotonic() + seconds
+        for link in self._links.values():
+            with link.work.gate.waited_for():
+                if not all(t.wait(max(0.0, deadline - time.monotonic())) for t in link.tasks):
+                    return False
+        tasks = [t for link in self._links.values() for t in link.tasks]
+        for link in self._links.values():
+            link.tasks = []
+        return over(tasks, 0.0)
+
+    def close(self) -> None:
+        """Wait for what is under way, within bounds."""
+        for link in self._links.values():
+            for task in link.tasks:
+                task.reported = True  # it was logged when it happened
+            link.work.close()
+
+    # ---- in the link's thread ----
+
+    def _run(self, link: _Link, number: int) -> None:
+        newest, channel = link.errands[number], link.channel
+        try:
+            if channel is not None:
+                (self._send if link.sends else self._take)(link, channel, number, newest)
+        except PeerError as error:
+            if link.channel is channel:
+                link.channel = None
+            log.error("%s; it is tried again with the next save", error)  # noqa: TRY400 - no trace for users
+            raise
+        finally:
+            catalog.use(newest.save_dir / newest.tag, -1)
+
+    def _send(self, link: _Link, channel: Channel, number: int, newest: Errand) -> None:
+        """What is owed, then what the other side may lack from former runs."""
+        problems: list[NvmeResumeError] = []
+        for owed, errand in sorted(link.errands.items()):
+            if owed <= number:
+                channel.send({"number": owed, "beside": None, "tag": errand.tag})
+                self._serve(link, channel, errand, problems)
+                del link.errands[owed]
+        for errand in self._former(newest) if link.fresh else ():
+            beside = errand.save_dir.name if newest.loose else None
+            channel.send({"number": number, "beside": beside, "tag": errand.tag})
+            self._serve(link, channel, errand, problems)
+        link.fresh = False
+        channel.send({"number": None})
+        if problems:
+            raise problems[0]
+
+    def _serve(self, link: _Link, channel: Channel, errand: Errand, problems: list[NvmeResumeError]) -> None:
+        with _noted(f"{errand.tag} for {link.there}", problems):
+            session.serve(channel, errand, self._limit, link.work.gate, self._options)
+
+    def _former(self, newest: Errand) -> list[Errand]:
+        """The last checkpoints before the newest one that this node has its part of, newest first.
+
+        Not all there are: what was saved before anybody asked for copies need not fit.
+        """
+        if newest.loose:
+            folders = [p for p in newest.save_dir.parent.iterdir() if p.is_dir() and layout.valid_tag(p.name)]
+        else:
+            folders = [newest.save_dir]
+        found: list[tuple[int, Errand]] = []
+        for folder in folders:
+            for entry in catalog.others(folder, lambda saved: [r for r in newest.ranks if r < saved]):
+                if entry.problem is None and (folder, entry.tag) != (newest.save_dir, newest.tag):
+                    found.append((entry.step, Errand(folder, entry.tag, newest.ranks, newest.loose)))
+        return [errand for _, errand in sorted(found, key=lambda f: -f[0])][:_FORMER]
+
+    def _take(self, link: _Link, channel: Channel, number: int, newest: Errand) -> None:
+        """Whatever the other side brings."""
+        problems: list[NvmeResumeError] = []
+        taken: list[int] = []
+        while (said := channel.receive())["number"] is not None:
+            known = link.errands.get(said["number"], newest)
+            errand = _meant(known, said)
+            if errand is None:
+                session.refuse(channel)
+                continue
+            start = time.monotonic()
+            with _noted(f"{errand.tag} from {link.there}", problems):
+                brought = session.fetch(channel, errand, self._options, link.work.gate, _no_progress)
+                self._say(errand, brought, link.there, time.monotonic() - start)
+            taken.append(said["number"])
+        for done in {*taken, number}:
+            link.errands.pop(done, None)
+        if problems:
+            raise problems[0]
+
+    def _say(self, errand: Errand, brought: session.Brought, there: Node, seconds: float) -> None:
+        if self._peers.rank != 0 or not brought.files:
+            return
+        folder, mib = errand.save_dir / errand.tag, brought.nbytes / (1 << 20)
+        log.info(
+            "%s: %.1f MiB in %d files came from %s in %.2f s", folder, mib, brought.files, there, seconds
+        )
+        if self._options.gather and catalog.look(errand.save_dir, errand.tag).problem is None:
+            log.info("%s holds the files of all ranks", folder)
+
+
+def _meant(known: Errand, said: Mapping[str, Any]) -> Errand | None:
+    """What the other side brings, in the terms of this node; None when there is nothing to do."""
+    folder, tag = known.save_dir, str(said["tag"])
+    if said["beside"] is not None:
+        folder = folder.parent / str(said["beside"])
+    if not (layout.valid_tag(folder.name) and layout.valid_tag(tag)):
+        return None
+    if (folder, tag) == (known.save_dir, known.tag):
+        return known
+    # One of a former run: only where this node kept its own part of it, and lacks that of the other.
+    try:
+        head = records.read_manifest(folder / tag)
+    except NvmeResumeError:
+        return None
+    ranks = tuple(r for r in known.ranks if r < head.world_size)
+    whole = catalog.look(folder, tag, lambda _: ranks).problem is None
+    return None if whole or not ranks else Errand(folder, tag, ranks, known.loose)
+
+
+@contextlib.contextmanager
+def _noted(what: str, problems: list[NvmeResumeError]) -> Iterator[None]:
+    """An error that both sides know of: it is told, and the next checkpoint may go all the same."""
+    try:
+        yield
+    except (PeerError, Cancelled):
+        raise
+    except Exception as error:
+        problem = errors.of(error, what)
+        log.error("%s: %s", what, problem)  # noqa: TRY400 - no trace for users
+        problems.append(problem)
+
+
+def _no_progress(_: int) -> None:
+    return

@@ -1,0 +1,342 @@
+"""One node brings another what that lacks of a checkpoint: the two sides of the talk.
+
+The sender offers (manifest, records and hashes of its ranks; names, sizes and hashes of loose files beside the tag
+folder), the receiver asks for ranges of files until it has all, then says how it went.  Every 4 MiB block is compared
+with its hash when it comes, so a wrong one is noticed at once, and a transfer that was cut goes on where it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from nvme_resume import errors, layout, manifest
+from nvme_resume.config import Options
+from nvme_resume.errors import (
+    CorruptError,
+    NoCheckpointError,
+    NvmeResumeError,
+    PeerError,
+    StorageError,
+)
+from nvme_resume.manifest import Extras, FileSeal, Manifest, RankRecord, Seal
+from nvme_resume.nodes.channel import Channel
+from nvme_resume.storage import catalog, commit, intake, records, transfer, verify
+from nvme_resume.storage.background import Gate
+from nvme_resume.storage.intake import CHUNK_BYTES, Need
+from nvme_resume.storage.limit import Limit
+from nvme_resume.storage.seal import HeldFolder, read_rank
+
+_POLL_SECONDS = 0.05
+_WINDOW_BYTES = 16 * CHUNK_BYTES  # what is asked for at once
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Errand:
+    """What is to be brought: the parts of ``ranks`` of one checkpoint, and the files beside its folder."""
+
+    save_dir: Path
+    tag: str
+    ranks: tuple[int, ...]
+    loose: bool = False  # a Trainer's files beside the tag folder, too
+    live: bool = False  # just saved: its ranks are writing their hashes
+
+
+class Brought(NamedTuple):
+    """Bytes that were moved, in how many files."""
+
+    nbytes: int
+    files: int
+
+
+# ---- the sender ----
+
+
+def serve(channel: Channel, errand: Errand, limit: Limit, gate: Gate, options: Options) -> Brought:
+    """Offer what this node has, send what is asked for; what went.  Raises what went wrong on either side."""
+    hello = channel.receive()
+    if "skip" in hello:
+        return Brought(0, 0)
+    if "error" in hello:
+        raise _from_told(channel, hello)
+    try:
+        if errand.live:
+            _await_seals(errand, gate, options.timeout_seconds)
+        folder = HeldFolder(errand.save_dir / errand.tag)  # it may be renamed or removed meanwhile
+    except Exception as error:
+        _tell(channel, error)
+        raise
+    try:
+        try:
+            offer, paths = _offer(folder.path, errand, hello["loose"], options)
+        except Exception as error:
+            _tell(channel, error)
+            raise
+        channel.send(offer)
+        return _answer(channel, paths, limit, gate)
+    finally:
+        folder.close()
+
+
+def _await_seals(errand: Errand, gate: Gate, seconds: float) -> None:
+    """Until the hashes of this node's ranks are written, each by its own rank, in the background."""
+    folder, deadline = errand.save_dir / errand.tag, time.monotonic() + seconds
+    while missing := [r for r in errand.ranks if not (folder / layout.seal(r)).exists()]:
+        gate.check()
+        if not (folder / layout.manifest()).exists():
+            raise NoCheckpointError("the checkpoint is gone", tag=errand.tag, path=str(folder))
+        if time.monotonic() > deadline:
+            raise StorageError(
+                f"ranks {missing} did not write their hashes within {seconds:.0f} s",
+                tag=errand.tag,
+                path=str(folder),
+                hint='look at their logs; "seal": "before_commit" writes them while training waits',
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _offer(
+    folder: Path, errand: Errand, not_loose: list[str] | None, options: Options
+) -> tuple[dict[str, Any], dict[str, Path]]:
+    head = records.read_manifest(folder)
+    ranks: dict[str, Any] = {}
+    paths: dict[str, Path] = {}
+    for rank in errand.ranks:
+        of_rank = read_rank(folder, head, rank, options)
+        ranks[str(rank)] = [None if r is None else manifest.encode(r).decode() for r in of_rank]
+        names = of_rank.record.files
+        paths |= {name: verify.path_of(folder, name, rank=rank, tag=head.tag) for name in names}
+    loose = {} if not_loose is None else _loose(errand.save_dir, head.tag, set(not_loose), options)
+    paths |= {f"../{name}": errand.save_dir / name for name in loose}
+    return {
+        "head": manifest.encode(head).decode(),
+        "ranks": ranks,
+        "loose": {name: seal.model_dump() for name, seal in loose.items()},
+    }, paths
+
+
+def _loose(save_dir: Path, tag: str, there: set[str], options: Options) -> dict[str, FileSeal]:
+    """Files that others than DeepSpeed put beside the tag folder and the other side lacks, with their hashes."""
+    names = [name for name in catalog.beside(save_dir, tag) if name not in there]
+    seals = transfer.run([transfer.Copy(save_dir / n) for n in names], options, what="hash", sync=False)
+    return dict(zip(names, seals, strict=True))
+
+
+def _answer(channel: Channel, paths: Mapping[str, Path], limit: Limit, gate: Gate) -> Brought:
+    """Until the other side has all it wants."""
+    buffers = [torch.empty(CHUNK_BYTES, dtype=torch.uint8) for _ in range(2)]
+    total = 0
+    seen: set[str] = set()
+    while True:
+        asked = channel.receive()
+        if "done" in asked:
+            return Brought(total, len(seen))
+        if "error" in asked:
+            raise _from_told(channel, asked)
+        path = paths[asked["file"]]
+        seen.add(asked["file"])
+        under_way, problem = None, None
+        for turn, (offset, size) in enumerate(_blocks(asked["offset"], asked["length"])):
+            gate.breathe()
+            block = buffers[turn % 2][:size]
+            if problem is None:
+                try:
+                    transfer.read_range(path, offset, _view(block))
+                except (NvmeResumeError, OSError) as error:
+                    problem = error  # the other side waits for all blocks it has asked for
+            limit.spend(size, gate)
+            if under_way is not None:
+                channel.finish(under_way)
+            under_way = channel.send_block(block)
+            total += size
+        if under_way is not None:
+            channel.finish(under_way)
+        if problem is not None:
+            _tell(channel, problem)
+            raise problem
+        channel.send({})
+
+
+# ---- the receiver ----
+
+
+def fetch(
+    channel: Channel,
+    errand: Errand,
+    options: Options,
+    gate: Gate,
+    progress: Progress,
+    *,
+    latest: bool = False,
+) -> Brought:
+    """Take in what the other side offers and ``errand`` asks for; what came.
+
+    ``latest``: should a checkpoint that was not here at all be named by ``latest``?  Raises what went wrong on either
+    side; what had arrived stays.
+    """
+    channel.send({"loose": catalog.beside(errand.save_dir, errand.tag) if errand.loose else None})
+    offer = channel.receive()
+    if "error" in offer:
+        raise _from_told(channel, offer)
+    try:
+        brought = _take_in(channel, offer, errand, options, gate, progress, latest=latest)
+    except _Told as told:  # the sender knows
+        raise told.error from None
+    except Exception as error:
+        _tell(channel, error)
+        raise
+    channel.send({"done": True})
+    return brought
+
+
+def refuse(channel: Channel) -> None:
+    """Say to the sender, who is about to offer something, that there is nothing to do."""
+    channel.send({"skip": True})
+
+
+class _Told(Exception):
+    """The sender has said what is wrong, and has ended the talk."""
+
+    def __init__(self, error: NvmeResumeError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def _take_in(
+    channel: Channel,
+    offer: Mapping[str, Any],
+    errand: Errand,
+    options: Options,
+    gate: Gate,
+    progress: Progress,
+    *,
+    latest: bool,
+) -> Brought:
+    said = str(channel.there)
+    head = _decode(Manifest, offer["head"], said)
+    if head.tag != errand.tag:
+        raise CorruptError(f"{said} offers another tag", tag=errand.tag, expected=errand.tag, found=head.tag)
+    inbox = intake.Intake(errand.save_dir, head, said)
+    nbytes = files = 0
+    try:
+        for rank in errand.ranks:
+            if not inbox.lacks(rank):
+                continue
+            if str(rank) not in offer["ranks"]:
+                raise NoCheckpointError(f"{said} does not have this rank's part", rank=rank, tag=head.tag)
+            record, seal, extras = offer["ranks"][str(rank)]
+            of_rank = records.OfRank(
+                _decode(RankRecord, record, said), _decode(Seal, seal, said), _decode(Extras, extras, said)
+            )
+            needs = inbox.needs(rank, of_rank, options)
+            inbox.make_room(needs)
+            for need in needs:
+                arrival = inbox.arrival(rank, need)
+                nbytes += _ask_for(channel, need.relative, need, arrival, gate, progress)
+                files += 1
+            inbox.finish_rank(rank, of_rank)
+        inbox.publish(latest=latest)
+        loose = _loose_needs(offer, errand, said)
+        for need in loose:
+            arrival = intake.Arrival(errand.save_dir, need, said, errand.tag)
+            nbytes += _ask_for(channel, f"../{need.relative}", need, arrival, gate, progress)
+            files += 1
+        commit.sync_all([], {(errand.save_dir / need.relative).parent for need in loose})
+    finally:
+        inbox.close()
+    return Brought(nbytes, files)
+
+
+def _loose_needs(offer: Mapping[str, Any], errand: Errand, said: str) -> list[Need]:
+    """Files beside the tag folder that this node has nothing of; what is there stays as it is."""
+    if not errand.loose:
+        return []
+    needs = []
+    for name, seal in offer["loose"].items():
+        path = layout.inside(errand.save_dir, name)
+        if path is None or any(part.startswith(".") for part in Path(name).parts):
+            raise CorruptError(
+                f"{said} offers a file outside the checkpoint", tag=errand.tag, path=name[:200]
+            )
+        if not path.exists():
+            needs.append(Need(name, FileSeal.model_validate(seal), 0))
+    return needs
+
+
+def _ask_for(
+    channel: Channel,
+    name: str,
+    need: Need,
+    arrival: intake.Arrival,
+    gate: Gate,
+    progress: Progress,
+) -> int:
+    """One file, from where it broke off; the bytes that came."""
+    buffers = [torch.empty(CHUNK_BYTES, dtype=torch.uint8) for _ in range(2)]
+    start = need.offset
+    for window in range(start, need.known.size, _WINDOW_BYTES):
+        gate.breathe()
+        length = min(_WINDOW_BYTES, need.known.size - window)
+        channel.send({"file": name, "offset": window, "length": length})
+        blocks = list(_blocks(window, length))
+        coming: list[Any] = [channel.receive_block(buffers[0][: blocks[0][1]])]
+        problem: Exception | None = None
+        for turn, (offset, size) in enumerate(blocks):
+            channel.finish(coming[turn])
+            if turn + 1 < len(blocks):
+                coming.append(channel.receive_block(buffers[(turn + 1) % 2][: blocks[turn + 1][1]]))
+            if problem is None:
+                try:
+                    arrival.put(offset, _view(buffers[turn % 2])[:size])
+                except (NvmeResumeError, OSError) as error:
+                    problem = error  # the rest of the window is under way already
+            progress(size)
+        after = channel.receive()
+        if "error" in after:
+            raise _Told(_from_told(channel, after))
+        if problem is not None:
+            raise problem
+    arrival.finish()
+    return need.known.size - start
+
+
+def _view(block: torch.Tensor) -> memoryview:
+    array: Any = block.numpy()
+    return memoryview(array)
+
+
+def _blocks(offset: int, length: int) -> list[tuple[int, int]]:
+    return [
+        (at, min(CHUNK_BYTES, offset + length - at)) for at in range(offset, offset + length, CHUNK_BYTES)
+    ]
+
+
+def _decode(kind: type[manifest.R], text: Any, said: str) -> manifest.R:
+    return manifest.decode(kind, str(text).encode(), said)
+
+
+# ---- errors go over the wire ----
+
+
+def _tell(channel: Channel, error: Exception) -> None:
+    """Let the other side know, unless it is the one that is gone."""
+    if isinstance(error, PeerError):
+        return
+    known = errors.of(error, "a checkpoint for another node")
+    with contextlib.suppress(NvmeResumeError):
+        channel.send({"error": [type(known).__name__, known.message, known.facts()]})
+
+
+def _from_told(channel: Channel, told: Mapping[str, Any]) -> NvmeResumeError:
+    kind, text, facts = told["error"]
+    found = getattr(errors, str(kind), None)
+    if not (isinstance(found, type) and issubclass(found, NvmeResumeError)):
+        found = NvmeResumeError
+    return found(f"{channel.there}: {text}", **facts)

@@ -1,0 +1,24 @@
+"""A bandwidth limit for what does not go through the native copier, which has its own."""
+
+from __future__ import annotations
+
+import time
+
+from nvme_resume.storage.background import Gate
+
+
+class Limit:
+    """At most that many bytes a second, over all transfers that share it; 0: no limit."""
+
+    def __init__(self, mib_per_second: float) -> None:
+        self._rate = mib_per_second * (1 << 20)
+        self._free_at = time.monotonic()
+
+    def spend(self, nbytes: int, gate: Gate) -> None:
+        """Wait until so much may go."""
+        if not self._rate:
+            return
+        self._free_at = max(self._free_at, time.monotonic()) + nbytes / self._rate
+        while (left := self._free_at - time.monotonic()) > 0:
+            gate.check()
+            time.sleep(min(left, 0.1))

@@ -1,0 +1,1 @@
+"""Nodes with disks of their own: gather, scatter, copies on other nodes."""
