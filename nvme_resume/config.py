@@ -10,11 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from nvme_resume.errors import ConfigError
 
 KEY = "nvme_checkpoint"
+_BLOCK_MIB = 4  # what goes to another node at once
 
 
 class Options(BaseModel):
@@ -83,6 +84,17 @@ class Options(BaseModel):
     in_flight: int = Field(4, ge=1, le=64, description="copier requests in flight")
     bandwidth_limit_mib: float = Field(0.0, ge=0, description="MiB/s the copier may use; 0: no limit")
 
+    @model_validator(mode="after")
+    def _blocks_come_in_time(self) -> Options:
+        """Else a node that sends slowly looks like one that is gone."""
+        at_once = _BLOCK_MIB * (self.replicas + (self.gather is not None))
+        if self.network_limit_mib and self.network_limit_mib * self.timeout_seconds < at_once:
+            raise ValueError(
+                f"{self.network_limit_mib:g} MiB/s (network_limit_mib) bring no block of {_BLOCK_MIB} MiB to each "
+                f"other node within {self.timeout_seconds:g} s (timeout_seconds)"
+            )
+        return self
+
 
 def nvme_offloads(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The offload sections of a DeepSpeed configuration whose device is NVMe, by their keys."""
@@ -120,11 +132,11 @@ def parse(value: Any) -> Options | None:
         options = Options.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or KEY
+        key = ".".join([KEY, *map(str, first["loc"])])
         if first["type"] == "extra_forbidden":
-            message = f'unknown key "{KEY}.{key}"'
+            message = f'unknown key "{key}"'
         else:
-            message = f'bad value for "{KEY}.{key}": {first["msg"]}'
+            message = f'bad value for "{key}": {first["msg"]}'
         raise ConfigError(
             message,
             expected=f"one of {', '.join(sorted(f.alias or n for n, f in Options.model_fields.items()))}",

@@ -104,6 +104,10 @@ class NoCheckpointError(NvmeResumeError):
     exit_code = 10
 
 
+class ReplacedError(NoCheckpointError):
+    """The tag was saved again while it was being copied elsewhere; the newer checkpoint takes its place."""
+
+
 class LockedError(NvmeResumeError):
     """Another job owns the swap folder or the checkpoint folder."""
 

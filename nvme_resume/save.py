@@ -29,6 +29,7 @@ from nvme_resume.places import Place, Places
 from nvme_resume.storage import catalog, commit, ladder, prune, records, room, seal, transfer
 from nvme_resume.storage import disk as seam
 from nvme_resume.storage.background import Background, Task
+from nvme_resume.storage.catalog import Saved
 from nvme_resume.storage.ownership import Ownership
 from nvme_resume.storage.snapshot import SwapFiles
 from nvme_resume.uploads import Uploads
@@ -67,8 +68,9 @@ class Saver:
         self._rotation: list[Task] = []
         self._links = Links(options, peers, work.gate)
         self._uploads = Uploads(options, peers, work.gate)
+        self._sealing = True  # does the present save get hashes?  The same on all ranks
         self._upload = False  # is the present save to be uploaded?
-        self._unspread: str | None = None  # saved inside a larger checkpoint that had no name yet
+        self._unspread: Saved | None = None  # saved inside a larger checkpoint that had no name yet
         self._commit_seconds: list[float] = []  # of the last save, when the background has committed it
 
     # ---- the public two ----
@@ -87,7 +89,8 @@ class Saver:
         checkpoint_id: str = proposals[0][0]
         place = self.find_place(save_dir, [p[3] for p in proposals])
         self._links.connect(place, [pair for p in proposals for pair in p[4]])
-        self._upload = self._uploads.admit(self._work.pending() >= _MOST_UNSEALED)
+        self._sealing = not any(p[5] for p in proposals)
+        self._upload = self._uploads.admit(sealing=self._sealing)
         staging = layout.staging(tag, checkpoint_id)
         if self._reports():
             log.info("saving checkpoint %s to %s", tag, save_dir)
@@ -137,25 +140,27 @@ class Saver:
         part.seal_later(save_dir / tag)
         if self._reports():
             _log_commit(save_dir / tag, sizes, start)
+        saved = Saved(save_dir, tag, checkpoint_id, self._sealing)
         if self.narrate:
-            self._links.bring(save_dir, tag, loose=False)
-            self._begin_upload(save_dir, tag, latest=latest)
+            self._links.bring(saved, self._place, loose=False)
+            self._begin_upload(saved, latest=latest)
         else:
-            self._unspread = tag
+            self._unspread = saved
 
     def spread_last(self, save_dir: Path) -> None:
         """Bring what was saved inside a larger checkpoint, and lies in ``save_dir`` now, to other nodes.
 
         On every rank.  Together with the files that lie beside the tag folder.
         """
-        tag, self._unspread = self._unspread, None
-        if tag is not None:
-            self._links.bring(save_dir, tag, loose=True)
-            self._begin_upload(save_dir, tag, latest=True, below=save_dir.name)
+        saved, self._unspread = self._unspread, None
+        if saved is not None:
+            saved = saved._replace(save_dir=save_dir)
+            self._links.bring(saved, self._place, loose=True)
+            self._begin_upload(saved, latest=True, below=save_dir.name)
 
-    def _begin_upload(self, save_dir: Path, tag: str, *, latest: bool, below: str | None = None) -> None:
+    def _begin_upload(self, saved: Saved, *, latest: bool, below: str | None = None) -> None:
         if self._upload:
-            self._uploads.begin(save_dir, tag, self._place, latest=latest, below=below)
+            self._uploads.begin(saved, self._place, latest=latest, below=below)
 
     def wait(self) -> None:
         """Until the save under way is committed.  Collective; raises what went wrong on any rank, on every rank."""
@@ -269,7 +274,7 @@ class Saver:
             if gone:
                 log.info("removed %s from %s (keep_last %d)", ", ".join(gone), save_dir, keep)
 
-    def _propose(self, save_dir: Path, tag: str) -> tuple[str, str, str, bool, list[Any]]:
+    def _propose(self, save_dir: Path, tag: str) -> tuple[str, str, str, bool, list[Any], bool]:
         """Refuse what cannot work before anything is touched; rank 0's answer names the checkpoint's id."""
         self._work.raise_failure()
         if not layout.valid_tag(tag):
@@ -279,7 +284,8 @@ class Saver:
         self._files.refuse_intruders()
         seam.current().make_folder(save_dir)
         known = self.places.known(save_dir)
-        return uuid.uuid4().hex[:12], str(save_dir), tag, known, self._links.broken()
+        behind = self._work.pending() >= _MOST_UNSEALED
+        return uuid.uuid4().hex[:12], str(save_dir), tag, known, self._links.broken(), behind
 
     @property
     def copies_in_background(self) -> bool:
@@ -337,7 +343,8 @@ class Saver:
                 _await_seals(part.folder, len(sizes), self._work, options.timeout_seconds, given_up)
                 commit.publish(save_dir, staging, head, save_latest=latest)
                 if narrate:
-                    self._begin_upload(save_dir, head.tag, latest=latest)
+                    saved = Saved(save_dir, head.tag, head.checkpoint_id, sealing=True)
+                    self._begin_upload(saved, latest=latest)
                 self._rotate(save_dir, ranks)
             except BaseException:
                 commit.discard(save_dir, staging, head.checkpoint_id)
@@ -561,7 +568,7 @@ class _Part:
         if self._sealed or record is None:
             return
         options, gate, known = self._options, self._gate, self._seals
-        if self._saver._work.pending() >= _MOST_UNSEALED:
+        if not self._saver._sealing:
             log.warning(
                 "%s stays without hashes: %d earlier ones wait for theirs. It loads all the same, and the load will "
                 'add them. Save less often, or set "seal": "before_commit".',

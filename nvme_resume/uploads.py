@@ -11,17 +11,18 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from nvme_resume import errors, logs
 from nvme_resume.config import Options
 from nvme_resume.errors import ConfigError, NvmeResumeError
-from nvme_resume.manifest import Manifest
 from nvme_resume.peers import Peers
 from nvme_resume.places import Place
-from nvme_resume.storage import catalog, records, remote, upload
+from nvme_resume.storage import catalog, remote, upload
 from nvme_resume.storage.background import Background, Cancelled, Gate, Task
+from nvme_resume.storage.catalog import Saved
 from nvme_resume.storage.limit import Limit
 from nvme_resume.storage.upload import Part
 
@@ -67,15 +68,15 @@ class Uploads:
         """Is anything to be uploaded?"""
         return self._url is not None
 
-    def admit(self, unsealed: bool) -> bool:
+    def admit(self, *, sealing: bool) -> bool:
         """Is what is saved next to be uploaded?  Collective, before the save; the same everywhere.
 
-        ``unsealed``: hashes are so far behind on this rank that this save gets none.
+        ``sealing``: it gets its hashes, on all ranks.
         """
         if self._url is None:
             return False
         waiting = sum(not t.wait(0) for t in self._tasks) > _MOST_WAITING
-        if not self._peers.any(waiting or unsealed):
+        if sealing and not self._peers.any(waiting):
             return True
         if self._peers.rank == 0:
             log.warning(
@@ -85,9 +86,7 @@ class Uploads:
             )
         return False
 
-    def begin(
-        self, save_dir: Path, tag: str, place: Place | None, *, latest: bool, below: str | None = None
-    ) -> None:
+    def begin(self, saved: Saved, place: Place | None, *, latest: bool, below: str | None = None) -> None:
         """Upload what was just committed there, and what failed before.  On every rank, or none; returns at once.
 
         ``below``: the save folder is one of several, which has that name under the URL, and its other files go along.
@@ -95,8 +94,9 @@ class Uploads:
         if self._url is None or place is None or not place.publisher:
             return
         publishes = place.ranks[0] == 0
+        save_dir, tag, checkpoint_id, _ = saved
         others = () if below is None else upload.beside(save_dir, tag, everything=publishes)
-        part = Part(save_dir, tag, place.ranks, publishes, latest, others)
+        part = Part(save_dir, tag, checkpoint_id, place.ranks, publishes, latest, others)
         url = self._url if below is None else f"{self._url.rstrip('/')}/{below}"
         with self._mutex:
             self._failed.pop(part.folder, None)  # saved anew
@@ -110,7 +110,11 @@ class Uploads:
         self._tasks = [t for t in self._tasks if not t.wait(0)]
         what = f"upload of {part.folder} to {url}"
         task = self._work.submit(
-            what, partial(self._run, part, url, what), self._options.timeout_seconds, awaited=True
+            what,
+            partial(self._run, part, url, what),
+            self._options.timeout_seconds,
+            awaited=True,
+            at_end=partial(catalog.use, part.folder, -1),
         )
         self._tasks.append(task)
 
@@ -136,18 +140,16 @@ class Uploads:
     def _run(self, part: Part, url: str, what: str) -> None:
         start = time.monotonic()
         number = self._numbers.get(part.folder, 0)
-        head: Manifest | None = None
         try:
-            head = records.read_manifest(part.folder)
             if number < self._uploaded:  # a later one is there
-                part = Part(part.save_dir, part.tag, part.ranks, part.publishes, False, part.beside)
+                part = replace(part, latest=False)
             gate = self._work.gate
             to = remote.Remote(url, gate.breathe, partial(self._limit.spend, gate=gate))
             moved = upload.upload(part, to, self._options.timeout_seconds)
         except Cancelled:
             raise
         except Exception as error:
-            if not _is_still(part.folder, head):
+            if not catalog.is_still(part.folder, part.checkpoint_id):
                 log.info("%s ends: the checkpoint was removed or replaced", what)
                 self._forget(part.folder)
                 return
@@ -159,8 +161,6 @@ class Uploads:
                 self._failed[part.folder] = part, url
                 self._errors[part.folder] = problem
             return
-        finally:
-            catalog.use(part.folder, -1)
         self._forget(part.folder)
         self._uploaded = max(self._uploaded, number)
         log.info(
@@ -177,15 +177,6 @@ class Uploads:
     def _forget(self, folder: Path) -> None:
         with self._mutex:
             self._errors.pop(folder, None)
-
-
-def _is_still(folder: Path, head: Manifest | None) -> bool:
-    """Does the folder hold the same checkpoint as before?"""
-    try:
-        found = records.read_manifest(folder)
-    except NvmeResumeError:
-        return folder.is_dir()  # damaged is not gone
-    return head is None or found.checkpoint_id == head.checkpoint_id
 
 
 def _before_threads_end(work: Callable[[], None]) -> None:

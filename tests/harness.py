@@ -53,8 +53,8 @@ DEFAULTS: dict[str, Any] = {
     "save_after_backward": None,
     "list_bare_handles": False,
     "node_local": False,  # DeepSpeed's use_node_local_storage
-    "nodes": False,  # every rank says LOCAL_RANK=0
-    "private": None,  # a folder: each rank works in one of its own below, where relative paths lead
+    "nodes": False,  # the node of each rank (a list), or True: each is one by itself
+    "private": None,  # a folder: each node works in one of its own below, where relative paths lead
     "end": "wait",  # for the hashes; "abrupt": as if killed; "exit": by way of the interpreter
 }
 
@@ -94,14 +94,14 @@ def launch(
     module: str,
     *arguments: str,
     python: str = sys.executable,
-    nodes: bool = False,
+    nodes: bool | list[int] = False,
     environments: Sequence[dict[str, str]] | None = None,
     meanwhile: Callable[[list[Any]], None] | None = None,
 ) -> tuple[list[int], str]:
     """Run ``python -m module arguments`` in ``ranks`` fresh processes: exit codes, and the ends of their logs.
 
-    ``nodes``: each says it is the first of a node.  ``environments``: what each has in addition.  ``meanwhile`` is
-    called with the processes once they run.
+    ``nodes``: which node each says it is on, or True: each on one of its own.  ``environments``: what each has in
+    addition.  ``meanwhile`` is called with the processes once they run.
     """
     port = free_port()
     logs = [tmp / f"log-{name}.{rank}.txt" for rank in range(ranks)]
@@ -110,7 +110,7 @@ def launch(
         environment = {
             **os.environ,
             "RANK": str(rank),
-            "LOCAL_RANK": "0" if nodes else str(rank),
+            "LOCAL_RANK": str(local_rank(nodes, rank)),
             "WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
@@ -138,6 +138,13 @@ def launch(
     return codes, "\n".join(log.read_text(errors="replace")[-4000:] for log in logs)
 
 
+def local_rank(nodes: bool | list[int], rank: int) -> int:
+    """Among those on the same node."""
+    if isinstance(nodes, list):
+        return nodes[:rank].count(nodes[rank])
+    return 0 if nodes else rank
+
+
 def run(
     tmp: Path,
     name: str,
@@ -152,6 +159,8 @@ def run(
     unknown = case.keys() - DEFAULTS.keys() - {"nvme_path"}
     assert not unknown, unknown
     full = {**DEFAULTS, "nvme_path": str(tmp / f"nvme-{name}"), "out": str(tmp / f"out-{name}"), **case}
+    if full["nodes"] is True:
+        full["nodes"] = list(range(ranks))
     path = tmp / f"case-{name}.json"
     path.write_text(json.dumps(full))
     codes, logs = launch(

@@ -279,7 +279,7 @@ def main(path: str) -> None:
     case = json.loads(Path(path).read_text())
     rank = int(os.environ["RANK"])
     if case["private"]:
-        node = Path(case["private"], f"node{rank}")
+        node = Path(case["private"], f"node{case['nodes'][rank]}")
         node.mkdir(parents=True, exist_ok=True)
         os.chdir(node)
     import torch

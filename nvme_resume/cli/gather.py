@@ -11,7 +11,7 @@ import typer
 
 from nvme_resume.cli.output import AsJson, show, with_exit_codes
 from nvme_resume.config import Options
-from nvme_resume.errors import NoCheckpointError, from_os_error
+from nvme_resume.errors import ConfigError, NoCheckpointError, from_os_error
 from nvme_resume.storage import gather, gather_stock, locks
 from nvme_resume.storage.remote import Remote, is_url
 
@@ -34,11 +34,11 @@ def command(
     Exit codes: 0 good, 2 different checkpoints, 10 parts are missing, 11 a job saves in --to, 12 corrupt, 14 no space.
     """
     into = to.resolve()
+    sources = [Remote(f) if is_url(f) else _folder(f, into) for f in folders]
     try:
         into.mkdir(parents=True, exist_ok=True)
         lock = locks.take_save_folder(into, hint="wait for its end, or gather into another folder")
         try:
-            sources = [Remote(f) if is_url(f) else Path(f).resolve() for f in folders]
             found = _gather(sources, into, tag)
         finally:
             lock.close()
@@ -52,6 +52,19 @@ def command(
         as_json=as_json,
     )
     return 0
+
+
+def _folder(given: str, into: Path) -> Path:
+    source = Path(given).resolve()
+    if not source.is_dir():
+        raise NoCheckpointError("there is no such folder to gather from", path=given)
+    if source in into.parents:
+        raise ConfigError(
+            "--to lies inside a folder that is gathered from",
+            path=str(into),
+            hint=f"name a folder beside {given}, or {given} itself",
+        )
+    return source
 
 
 def _gather(sources: Sequence[Path | Remote], into: Path, tag: str | None) -> gather.Gathered:

@@ -7,8 +7,7 @@ make another.
 
 from __future__ import annotations
 
-import json
-from collections import Counter
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,15 +15,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch.distributed import distributed_c10d
 
-from nvme_resume.errors import CorruptError, PeerError
+from nvme_resume.errors import PeerError
+from nvme_resume.nodes.messages import M, Message
+from nvme_resume.peers import Peers
 
 _LONGEST_MESSAGE = 1 << 30  # bytes
 _LENGTH_BYTES = 8
-_made: Counter[tuple[int, int]] = (
-    Counter()
-)  # how many channels there were between two ranks: the same on both
 
 
 class Node(NamedTuple):
@@ -37,48 +36,74 @@ class Node(NamedTuple):
         return f"rank {self.rank} on {self.host}"
 
 
+class Meeting(NamedTuple):
+    """Who is there, and a name that no meeting before had: channels that are made now are told from earlier ones by it.
+
+    A count on both ends would not do: after an error one of them may have made fewer.
+    """
+
+    name: str
+    nodes: list[Node]  # by rank
+
+    @classmethod
+    def call(cls, peers: Peers) -> Meeting:
+        """Collective."""
+        found = peers.run(lambda: (uuid.uuid4().hex, peers.host), "look for the other nodes")
+        return cls(found[0][0], [Node(rank, host) for rank, (_, host) in enumerate(found)])
+
+
 class Channel:
     """One end.  Making one is collective among the two."""
 
-    def __init__(self, here: Node, there: Node, timeout_seconds: float) -> None:
-        """Raises PeerError when the other does not come within the timeout."""
-        self.there = there
+    def __init__(self, meeting: Meeting, here: int, there: int, timeout_seconds: float) -> None:
+        """Between these ranks, once a meeting.  Raises PeerError when the other does not come within the timeout."""
+        self.there = meeting.nodes[there]
         self._seconds = timeout_seconds
-        low, high = sorted([here.rank, there.rank])
-        key = f"nvme_resume/{low}-{high}/{_made[low, high]}"
-        _made[low, high] += 1
+        low, high = sorted([here, there])
+        key = f"nvme_resume/{meeting.name}/{low}-{high}"
         with self._named("opening a connection"):
             # Not new_group: it wants every rank of the job to come, or to have made equally many groups.
             self._group: Any = dist.ProcessGroupGloo(
                 distributed_c10d.PrefixStore(key, distributed_c10d._get_default_store()),
-                int(here.rank == high),
+                int(here == high),
                 2,
                 timedelta(seconds=timeout_seconds),
             )
-        self._other = int(there.rank == high)
+        self._other = int(there == high)
 
-    def send(self, message: Any) -> None:
-        """Plain data, as JSON.  PeerError."""
-        data = bytearray(json.dumps(message).encode())
+    def send(self, message: Message) -> None:
+        """As JSON.  PeerError."""
+        data = bytearray(message.model_dump_json(exclude_defaults=True).encode())
         length = torch.tensor([len(data)], dtype=torch.int64).view(torch.uint8)
         with self._named("sending"):
             self._group.send([length], self._other, 0).wait()
             self._group.send([torch.frombuffer(data, dtype=torch.uint8)], self._other, 0).wait()
 
-    def receive(self) -> Any:
-        """What the other end sent.  PeerError; CorruptError when that is no message."""
+    def receive(self, kind: type[M]) -> M:
+        """What the other end sent.  PeerError, also when that is no such message: nobody knows then what comes next."""
         length = torch.zeros(_LENGTH_BYTES, dtype=torch.uint8)
         with self._named("waiting"):
             self._group.recv([length], self._other, 0).wait()
             size = int(length.view(torch.int64).item())
             if not 0 < size <= _LONGEST_MESSAGE:
-                raise CorruptError(f"{self.there} sent no message", expected="a length", found=size)
+                raise self._misunderstood(f"{size} bytes")
             data = torch.zeros(size, dtype=torch.uint8)
             self._group.recv([data], self._other, 0).wait()
         try:
-            return json.loads(data.numpy().tobytes())
-        except (ValueError, RecursionError) as error:
-            raise CorruptError(f"{self.there} sent no message: {error}") from None
+            return kind.model_validate_json(data.numpy().tobytes())
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise self._misunderstood(f"{where}: {first['msg']}" if where else first["msg"]) from None
+
+    def _misunderstood(self, found: str) -> PeerError:
+        return PeerError(
+            f"{self.there} says something that is not understood",
+            rank=self.there.rank,
+            expected="what this version of nvme_resume says",
+            found=found[:200],
+            hint="run the same version of nvme_resume on all nodes",
+        )
 
     def send_block(self, block: torch.Tensor) -> Any:
         """Begin to send bytes (uint8); ``finish`` what is returned before the tensor changes."""

@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from nvme_resume import errors, layout, logs
 from nvme_resume.config import Options
-from nvme_resume.errors import NvmeResumeError, PeerError
+from nvme_resume.errors import NvmeResumeError, PeerError, ReplacedError
 from nvme_resume.nodes import session
-from nvme_resume.nodes.channel import Channel, Node
+from nvme_resume.nodes.channel import Channel, Meeting, Node
+from nvme_resume.nodes.messages import Turn
 from nvme_resume.nodes.session import Errand
 from nvme_resume.peers import Peers
 from nvme_resume.places import Place
 from nvme_resume.storage import catalog, records
 from nvme_resume.storage.background import Background, Cancelled, Gate, Task, over
+from nvme_resume.storage.catalog import Saved
 from nvme_resume.storage.limit import Limit
 
 log = logs.logger
@@ -87,7 +87,7 @@ class Links:
         if not self.wanted or place.alone or (place == self._place and not broken):
             return
         peers = self._peers
-        hosts: list[str] = peers.run(lambda: peers.host, "look for the other nodes")
+        meeting = Meeting.call(peers)
         again = {tuple(pair) for pair in broken}
         wanted = pairs(place, self._options.gather is not None, self._options.replicas)
 
@@ -97,32 +97,48 @@ class Links:
                 self._links = {}
             for pair in wanted:
                 if peers.rank in pair and (pair in again or pair not in self._links):
-                    self._open(pair, place, hosts)
+                    self._open(pair, place, meeting)
 
         peers.run(open_all, "connection of the nodes")
         self._place = place
 
-    def _open(self, pair: Pair, place: Place, hosts: Sequence[str]) -> None:
-        here, there = (Node(r, hosts[r]) for r in (pair if pair[0] == self._peers.rank else pair[::-1]))
-        channel = Channel(here, there, self._options.timeout_seconds)
+    def _open(self, pair: Pair, place: Place, meeting: Meeting) -> None:
+        here, there = pair if pair[0] == self._peers.rank else pair[::-1]
+        channel = Channel(meeting, here, there, self._options.timeout_seconds)
         if pair in self._links:
             self._links[pair].channel = channel
             return
         ranks = next(r for r in place.all_places if r[0] == pair[0])
         work = Background(Gate(self._training))
-        self._links[pair] = _Link(pair, pair[0] == self._peers.rank, there, ranks, channel, work)
+        sends = pair[0] == self._peers.rank
+        self._links[pair] = _Link(pair, sends, meeting.nodes[there], ranks, channel, work)
 
-    def bring(self, save_dir: Path, tag: str, *, loose: bool) -> None:
-        """Queue what was just committed there.  On every rank, in the same order; returns at once."""
+    def bring(self, saved: Saved, place: Place | None, *, loose: bool) -> None:
+        """Queue what was just committed in ``place``.  On every rank, in the same order; returns at once."""
+        if place != self._place:
+            return  # a folder that all share: the links are those of another one
         self._count += 1
         for link in self._links.values():
-            folder = save_dir / tag
-            link.errands[self._count] = Errand(save_dir, tag, link.ranks, loose, live=True)
-            catalog.use(folder, 1)
+            errand = Errand(
+                saved.save_dir,
+                saved.tag,
+                saved.checkpoint_id,
+                link.ranks,
+                loose,
+                live=True,
+                sealing=saved.sealing,
+            )
+            link.errands[self._count] = errand
+            catalog.use(errand.folder, 1)
             link.tasks = [t for t in link.tasks if not t.wait(0) or t.error is not None]
-            what = f"{tag} {'to' if link.sends else 'from'} {link.there}"
-            work = partial(self._run, link, self._count)
-            task = link.work.submit(what, work, self._options.timeout_seconds, awaited=True)
+            task = link.work.submit(
+                f"{saved.tag} {'to' if link.sends else 'from'} {link.there}",
+                # The channel of now, on both ends: later there may be another on one of them.
+                partial(self._run, link, self._count, link.channel),
+                self._options.timeout_seconds,
+                awaited=True,
+                at_end=partial(catalog.use, errand.folder, -1),
+            )
             link.tasks.append(task)
 
     def wait(self, seconds: float) -> bool:
@@ -146,38 +162,40 @@ class Links:
 
     # ---- in the link's thread ----
 
-    def _run(self, link: _Link, number: int) -> None:
-        newest, channel = link.errands[number], link.channel
+    def _run(self, link: _Link, number: int, channel: Channel | None) -> None:
+        if channel is None:
+            return
+        problems: list[NvmeResumeError] = []
         try:
-            if channel is not None:
-                (self._send if link.sends else self._take)(link, channel, number, newest)
-        except PeerError as error:
+            (self._send if link.sends else self._take)(link, channel, number, problems)
+        except Cancelled:
+            raise
+        except Exception as error:  # whatever it was, the two ends no longer agree on what comes next
             if link.channel is channel:
                 link.channel = None
-            log.error("%s; it is tried again with the next save", error)  # noqa: TRY400 - no trace for users
+            problem = errors.of(error, f"copies {'to' if link.sends else 'from'} {link.there}")
+            log.error("%s; it is tried again with the next save", problem)  # noqa: TRY400 - no trace for users
             raise
-        finally:
-            catalog.use(newest.save_dir / newest.tag, -1)
+        if problems:
+            raise problems[0]
 
-    def _send(self, link: _Link, channel: Channel, number: int, newest: Errand) -> None:
+    def _send(self, link: _Link, channel: Channel, number: int, problems: list[NvmeResumeError]) -> None:
         """What is owed, then what the other side may lack from former runs."""
-        problems: list[NvmeResumeError] = []
+        newest = link.errands[number]
         for owed, errand in sorted(link.errands.items()):
             if owed <= number:
-                channel.send({"number": owed, "beside": None, "tag": errand.tag})
+                channel.send(Turn(number=owed, tag=errand.tag))
                 self._serve(link, channel, errand, problems)
                 del link.errands[owed]
         for errand in self._former(newest) if link.fresh else ():
             beside = errand.save_dir.name if newest.loose else None
-            channel.send({"number": number, "beside": beside, "tag": errand.tag})
+            channel.send(Turn(number=number, tag=errand.tag, beside=beside))
             self._serve(link, channel, errand, problems)
         link.fresh = False
-        channel.send({"number": None})
-        if problems:
-            raise problems[0]
+        channel.send(Turn(number=None))
 
     def _serve(self, link: _Link, channel: Channel, errand: Errand, problems: list[NvmeResumeError]) -> None:
-        with _noted(f"{errand.tag} for {link.there}", problems):
+        with _noted(errand, f"for {link.there}", problems):
             session.serve(channel, errand, self._limit, link.work.gate, self._options)
 
     def _former(self, newest: Errand) -> list[Errand]:
@@ -193,33 +211,32 @@ class Links:
         for folder in folders:
             for entry in catalog.others(folder, lambda saved: [r for r in newest.ranks if r < saved]):
                 if entry.problem is None and (folder, entry.tag) != (newest.save_dir, newest.tag):
-                    found.append((entry.step, Errand(folder, entry.tag, newest.ranks, newest.loose)))
+                    former = Errand(folder, entry.tag, entry.checkpoint_id, newest.ranks, newest.loose)
+                    found.append((entry.step, former))
         return [errand for _, errand in sorted(found, key=lambda f: -f[0])][:_FORMER]
 
-    def _take(self, link: _Link, channel: Channel, number: int, newest: Errand) -> None:
+    def _take(self, link: _Link, channel: Channel, number: int, problems: list[NvmeResumeError]) -> None:
         """Whatever the other side brings."""
-        problems: list[NvmeResumeError] = []
+        newest = link.errands[number]
         taken: list[int] = []
-        while (said := channel.receive())["number"] is not None:
-            known = link.errands.get(said["number"], newest)
+        while (said := channel.receive(Turn)).number is not None:
+            known = link.errands.get(said.number, newest)
             errand = _meant(known, said)
             if errand is None:
                 session.refuse(channel)
                 continue
             start = time.monotonic()
-            with _noted(f"{errand.tag} from {link.there}", problems):
+            with _noted(errand, f"from {link.there}", problems):
                 brought = session.fetch(channel, errand, self._options, link.work.gate, _no_progress)
                 self._say(errand, brought, link.there, time.monotonic() - start)
-            taken.append(said["number"])
+            taken.append(said.number)
         for done in {*taken, number}:
             link.errands.pop(done, None)
-        if problems:
-            raise problems[0]
 
     def _say(self, errand: Errand, brought: session.Brought, there: Node, seconds: float) -> None:
         if self._peers.rank != 0 or not brought.files:
             return
-        folder, mib = errand.save_dir / errand.tag, brought.nbytes / (1 << 20)
+        folder, mib = errand.folder, brought.nbytes / (1 << 20)
         log.info(
             "%s: %.1f MiB in %d files came from %s in %.2f s", folder, mib, brought.files, there, seconds
         )
@@ -227,11 +244,11 @@ class Links:
             log.info("%s holds the files of all ranks", folder)
 
 
-def _meant(known: Errand, said: Mapping[str, Any]) -> Errand | None:
+def _meant(known: Errand, said: Turn) -> Errand | None:
     """What the other side brings, in the terms of this node; None when there is nothing to do."""
-    folder, tag = known.save_dir, str(said["tag"])
-    if said["beside"] is not None:
-        folder = folder.parent / str(said["beside"])
+    folder, tag = known.save_dir, said.tag
+    if said.beside is not None:
+        folder = folder.parent / said.beside
     if not (layout.valid_tag(folder.name) and layout.valid_tag(tag)):
         return None
     if (folder, tag) == (known.save_dir, known.tag):
@@ -243,20 +260,27 @@ def _meant(known: Errand, said: Mapping[str, Any]) -> Errand | None:
         return None
     ranks = tuple(r for r in known.ranks if r < head.world_size)
     whole = catalog.look(folder, tag, lambda _: ranks).problem is None
-    return None if whole or not ranks else Errand(folder, tag, ranks, known.loose)
+    return None if whole or not ranks else Errand(folder, tag, head.checkpoint_id, ranks, known.loose)
 
 
 @contextlib.contextmanager
-def _noted(what: str, problems: list[NvmeResumeError]) -> Iterator[None]:
-    """An error that both sides know of: it is told, and the next checkpoint may go all the same."""
+def _noted(errand: Errand, way: str, problems: list[NvmeResumeError]) -> Iterator[None]:
+    """An error that both sides know of: it is told, and the next checkpoint may go all the same.
+
+    Only for a checkpoint of this run is it kept: nobody waits for those of former runs.
+    """
     try:
         yield
-    except (PeerError, Cancelled):
+    except PeerError:
         raise
-    except Exception as error:
-        problem = errors.of(error, what)
-        log.error("%s: %s", what, problem)  # noqa: TRY400 - no trace for users
-        problems.append(problem)
+    except NvmeResumeError as error:
+        if isinstance(error, ReplacedError) or not catalog.is_still(errand.folder, errand.checkpoint_id):
+            log.info("%s %s ends: the checkpoint was removed or replaced", errand.tag, way)
+        elif errand.live:
+            log.error("%s %s: %s", errand.tag, way, error)  # noqa: TRY400 - no trace for users
+            problems.append(error)
+        else:
+            log.warning("%s, of a former run, %s: %s", errand.tag, way, error)
 
 
 def _no_progress(_: int) -> None:

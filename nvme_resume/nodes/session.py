@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,12 +23,14 @@ from nvme_resume.errors import (
     NoCheckpointError,
     NvmeResumeError,
     PeerError,
+    ReplacedError,
     StorageError,
 )
 from nvme_resume.manifest import Extras, FileSeal, Manifest, RankRecord, Seal
 from nvme_resume.nodes.channel import Channel
+from nvme_resume.nodes.messages import Ask, Hello, M, Message, Offer, Sent, Told
 from nvme_resume.storage import catalog, commit, intake, records, transfer, verify
-from nvme_resume.storage.background import Gate
+from nvme_resume.storage.background import Cancelled, Gate
 from nvme_resume.storage.intake import CHUNK_BYTES, Need
 from nvme_resume.storage.limit import Limit
 from nvme_resume.storage.seal import HeldFolder, read_rank
@@ -44,9 +46,21 @@ class Errand:
 
     save_dir: Path
     tag: str
+    checkpoint_id: str  # of this save: a tag may be saved again meanwhile
     ranks: tuple[int, ...]
     loose: bool = False  # a Trainer's files beside the tag folder, too
-    live: bool = False  # just saved: its ranks are writing their hashes
+    live: bool = False  # saved by this run
+    sealing: bool = False  # just saved: its ranks are writing their hashes
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint."""
+        return self.save_dir / self.tag
+
+    @property
+    def replaced(self) -> bool:
+        """Has another save taken the tag?"""
+        return self.folder.is_dir() and not catalog.is_still(self.folder, self.checkpoint_id)
 
 
 class Brought(NamedTuple):
@@ -60,34 +74,26 @@ class Brought(NamedTuple):
 
 
 def serve(channel: Channel, errand: Errand, limit: Limit, gate: Gate, options: Options) -> Brought:
-    """Offer what this node has, send what is asked for; what went.  Raises what went wrong on either side."""
-    hello = channel.receive()
-    if "skip" in hello:
-        return Brought(0, 0)
-    if "error" in hello:
-        raise _from_told(channel, hello)
-    try:
-        if errand.live:
+    """Offer what this node has, send what is asked for; what went.
+
+    Raises what went wrong on either side: then the other side knows, unless it is a PeerError.
+    """
+    with _both_know(channel, errand), contextlib.ExitStack() as undo:
+        hello = _hear(channel, Hello)
+        if hello.skip:
+            return Brought(0, 0)
+        if errand.sealing:
             _await_seals(errand, gate, options.timeout_seconds)
-        folder = HeldFolder(errand.save_dir / errand.tag)  # it may be renamed or removed meanwhile
-    except Exception as error:
-        _tell(channel, error)
-        raise
-    try:
-        try:
-            offer, paths = _offer(folder.path, errand, hello["loose"], options)
-        except Exception as error:
-            _tell(channel, error)
-            raise
+        folder = HeldFolder(errand.folder)  # it may be renamed or removed meanwhile
+        undo.callback(folder.close)
+        offer, paths = _offer(folder.path, errand, hello.loose, options)
         channel.send(offer)
         return _answer(channel, paths, limit, gate)
-    finally:
-        folder.close()
 
 
 def _await_seals(errand: Errand, gate: Gate, seconds: float) -> None:
     """Until the hashes of this node's ranks are written, each by its own rank, in the background."""
-    folder, deadline = errand.save_dir / errand.tag, time.monotonic() + seconds
+    folder, deadline = errand.folder, time.monotonic() + seconds
     while missing := [r for r in errand.ranks if not (folder / layout.seal(r)).exists()]:
         gate.check()
         if not (folder / layout.manifest()).exists():
@@ -104,22 +110,24 @@ def _await_seals(errand: Errand, gate: Gate, seconds: float) -> None:
 
 def _offer(
     folder: Path, errand: Errand, not_loose: list[str] | None, options: Options
-) -> tuple[dict[str, Any], dict[str, Path]]:
+) -> tuple[Offer, dict[str, Path]]:
     head = records.read_manifest(folder)
-    ranks: dict[str, Any] = {}
+    if head.checkpoint_id != errand.checkpoint_id:
+        raise _another(errand, "here", head)
+    ranks: dict[int, tuple[str | None, str | None, str | None]] = {}
     paths: dict[str, Path] = {}
     for rank in errand.ranks:
         of_rank = read_rank(folder, head, rank, options)
-        ranks[str(rank)] = [None if r is None else manifest.encode(r).decode() for r in of_rank]
+        ranks[rank] = (_text(of_rank.record), _text(of_rank.seal), _text(of_rank.extras))
         names = of_rank.record.files
         paths |= {name: verify.path_of(folder, name, rank=rank, tag=head.tag) for name in names}
     loose = {} if not_loose is None else _loose(errand.save_dir, head.tag, set(not_loose), options)
     paths |= {f"../{name}": errand.save_dir / name for name in loose}
-    return {
-        "head": manifest.encode(head).decode(),
-        "ranks": ranks,
-        "loose": {name: seal.model_dump() for name, seal in loose.items()},
-    }, paths
+    return Offer(head=manifest.encode(head).decode(), ranks=ranks, loose=loose), paths
+
+
+def _text(record: manifest.Record | None) -> str | None:
+    return None if record is None else manifest.encode(record).decode()
 
 
 def _loose(save_dir: Path, tag: str, there: set[str], options: Options) -> dict[str, FileSeal]:
@@ -135,15 +143,19 @@ def _answer(channel: Channel, paths: Mapping[str, Path], limit: Limit, gate: Gat
     total = 0
     seen: set[str] = set()
     while True:
-        asked = channel.receive()
-        if "done" in asked:
+        asked = _hear(channel, Ask)
+        if asked.done:
             return Brought(total, len(seen))
-        if "error" in asked:
-            raise _from_told(channel, asked)
-        path = paths[asked["file"]]
-        seen.add(asked["file"])
+        if asked.file not in paths or asked.length > _WINDOW_BYTES:
+            raise PeerError(
+                f"{channel.there} asks for what was not offered",
+                rank=channel.there.rank,
+                found=f"{asked.length} bytes of {asked.file[:200]!r}",
+            )
+        path = paths[asked.file]
+        seen.add(asked.file)
         under_way, problem = None, None
-        for turn, (offset, size) in enumerate(_blocks(asked["offset"], asked["length"])):
+        for turn, (offset, size) in enumerate(_blocks(asked.offset, asked.length)):
             gate.breathe()
             block = buffers[turn % 2][:size]
             if problem is None:
@@ -159,9 +171,8 @@ def _answer(channel: Channel, paths: Mapping[str, Path], limit: Limit, gate: Gat
         if under_way is not None:
             channel.finish(under_way)
         if problem is not None:
-            _tell(channel, problem)
             raise problem
-        channel.send({})
+        channel.send(Sent())
 
 
 # ---- the receiver ----
@@ -179,39 +190,24 @@ def fetch(
     """Take in what the other side offers and ``errand`` asks for; what came.
 
     ``latest``: should a checkpoint that was not here at all be named by ``latest``?  Raises what went wrong on either
-    side; what had arrived stays.
+    side: then the other side knows, unless it is a PeerError.  What had arrived stays.
     """
-    channel.send({"loose": catalog.beside(errand.save_dir, errand.tag) if errand.loose else None})
-    offer = channel.receive()
-    if "error" in offer:
-        raise _from_told(channel, offer)
-    try:
+    with _both_know(channel, errand):
+        channel.send(Hello(loose=catalog.beside(errand.save_dir, errand.tag) if errand.loose else None))
+        offer = _hear(channel, Offer)
         brought = _take_in(channel, offer, errand, options, gate, progress, latest=latest)
-    except _Told as told:  # the sender knows
-        raise told.error from None
-    except Exception as error:
-        _tell(channel, error)
-        raise
-    channel.send({"done": True})
-    return brought
+        channel.send(Ask(done=True))
+        return brought
 
 
 def refuse(channel: Channel) -> None:
     """Say to the sender, who is about to offer something, that there is nothing to do."""
-    channel.send({"skip": True})
-
-
-class _Told(Exception):
-    """The sender has said what is wrong, and has ended the talk."""
-
-    def __init__(self, error: NvmeResumeError) -> None:
-        super().__init__(error)
-        self.error = error
+    channel.send(Hello(skip=True))
 
 
 def _take_in(
     channel: Channel,
-    offer: Mapping[str, Any],
+    offer: Offer,
     errand: Errand,
     options: Options,
     gate: Gate,
@@ -220,18 +216,20 @@ def _take_in(
     latest: bool,
 ) -> Brought:
     said = str(channel.there)
-    head = _decode(Manifest, offer["head"], said)
+    head = _decode(Manifest, offer.head, said)
     if head.tag != errand.tag:
         raise CorruptError(f"{said} offers another tag", tag=errand.tag, expected=errand.tag, found=head.tag)
+    if head.checkpoint_id != errand.checkpoint_id:
+        raise _another(errand, f"with {said}", head)
     inbox = intake.Intake(errand.save_dir, head, said)
     nbytes = files = 0
     try:
         for rank in errand.ranks:
             if not inbox.lacks(rank):
                 continue
-            if str(rank) not in offer["ranks"]:
+            if rank not in offer.ranks:
                 raise NoCheckpointError(f"{said} does not have this rank's part", rank=rank, tag=head.tag)
-            record, seal, extras = offer["ranks"][str(rank)]
+            record, seal, extras = offer.ranks[rank]
             of_rank = records.OfRank(
                 _decode(RankRecord, record, said), _decode(Seal, seal, said), _decode(Extras, extras, said)
             )
@@ -254,19 +252,19 @@ def _take_in(
     return Brought(nbytes, files)
 
 
-def _loose_needs(offer: Mapping[str, Any], errand: Errand, said: str) -> list[Need]:
+def _loose_needs(offer: Offer, errand: Errand, said: str) -> list[Need]:
     """Files beside the tag folder that this node has nothing of; what is there stays as it is."""
     if not errand.loose:
         return []
     needs = []
-    for name, seal in offer["loose"].items():
+    for name, seal in offer.loose.items():
         path = layout.inside(errand.save_dir, name)
         if path is None or any(part.startswith(".") for part in Path(name).parts):
             raise CorruptError(
                 f"{said} offers a file outside the checkpoint", tag=errand.tag, path=name[:200]
             )
         if not path.exists():
-            needs.append(Need(name, FileSeal.model_validate(seal), 0))
+            needs.append(Need(name, seal, 0))
     return needs
 
 
@@ -284,7 +282,7 @@ def _ask_for(
     for window in range(start, need.known.size, _WINDOW_BYTES):
         gate.breathe()
         length = min(_WINDOW_BYTES, need.known.size - window)
-        channel.send({"file": name, "offset": window, "length": length})
+        channel.send(Ask(file=name, offset=window, length=length))
         blocks = list(_blocks(window, length))
         coming: list[Any] = [channel.receive_block(buffers[0][: blocks[0][1]])]
         problem: Exception | None = None
@@ -298,9 +296,7 @@ def _ask_for(
                 except (NvmeResumeError, OSError) as error:
                     problem = error  # the rest of the window is under way already
             progress(size)
-        after = channel.receive()
-        if "error" in after:
-            raise _Told(_from_told(channel, after))
+        _hear(channel, Sent)
         if problem is not None:
             raise problem
     arrival.finish()
@@ -325,18 +321,48 @@ def _decode(kind: type[manifest.R], text: Any, said: str) -> manifest.R:
 # ---- errors go over the wire ----
 
 
-def _tell(channel: Channel, error: Exception) -> None:
-    """Let the other side know, unless it is the one that is gone."""
-    if isinstance(error, PeerError):
-        return
-    known = errors.of(error, "a checkpoint for another node")
-    with contextlib.suppress(NvmeResumeError):
-        channel.send({"error": [type(known).__name__, known.message, known.facts()]})
+class _Heard(Exception):
+    """The other end has said what is wrong, and has ended the talk."""
+
+    def __init__(self, error: NvmeResumeError) -> None:
+        super().__init__(error)
+        self.error = error
 
 
-def _from_told(channel: Channel, told: Mapping[str, Any]) -> NvmeResumeError:
-    kind, text, facts = told["error"]
-    found = getattr(errors, str(kind), None)
-    if not (isinstance(found, type) and issubclass(found, NvmeResumeError)):
-        found = NvmeResumeError
-    return found(f"{channel.there}: {text}", **facts)
+def _hear(channel: Channel, kind: type[M]) -> M:
+    message = channel.receive(kind)
+    if message.error is not None:
+        raise _Heard(message.error.error(str(channel.there)))
+    return message
+
+
+@contextlib.contextmanager
+def _both_know(channel: Channel, errand: Errand) -> Iterator[None]:
+    """Let the other end know of an error, unless it comes from there or the talk itself is what failed."""
+    try:
+        yield
+    except _Heard as heard:
+        raise heard.error from None
+    except (PeerError, Cancelled):
+        raise
+    except Exception as error:
+        known = errors.of(error, f"{errand.tag} from node to node")
+        if errand.replaced and not isinstance(known, ReplacedError):
+            known = ReplacedError(
+                "the tag was saved again meanwhile", tag=errand.tag, path=str(errand.folder)
+            )
+        with contextlib.suppress(NvmeResumeError):
+            channel.send(Message(error=Told.of(known)))
+        if known is error:
+            raise
+        raise known from error
+
+
+def _another(errand: Errand, where: str, found: Manifest) -> ReplacedError:
+    return ReplacedError(
+        f"another checkpoint has that tag {where} now",
+        tag=errand.tag,
+        path=str(errand.folder),
+        expected=errand.checkpoint_id,
+        found=found.checkpoint_id,
+    )

@@ -20,7 +20,7 @@ from nvme_resume import layout, logs
 from nvme_resume.config import Options
 from nvme_resume.errors import NoCheckpointError, NvmeResumeError
 from nvme_resume.nodes import session
-from nvme_resume.nodes.channel import Channel, Node
+from nvme_resume.nodes.channel import Channel, Meeting
 from nvme_resume.nodes.session import Errand
 from nvme_resume.peers import Peers
 from nvme_resume.places import Place, Places
@@ -192,13 +192,16 @@ def _deliver(
 ) -> None:
     """All at once, each in a thread of its own on both ends."""
     start = time.monotonic()
-    hosts: list[str] = peers.run(lambda: peers.host, "look for the other nodes")
+    meeting = Meeting.call(peers)
     if peers.rank == 0:
         for d in deliveries:
             log.info(
                 "%s: rank %d on %s gets the files of ranks %s from rank %d on %s",
-                folder / chosen.tag, d.target, hosts[d.target], list(d.ranks), d.source, hosts[d.source],
-            )  # fmt: skip
+                folder / chosen.tag,
+                *meeting.nodes[d.target],
+                list(d.ranks),
+                *meeting.nodes[d.source],
+            )
     mine = [d for d in deliveries if peers.rank in (d.source, d.target)]
     with contextlib.ExitStack() as undo:
         channels: list[Channel] = []
@@ -211,8 +214,8 @@ def _deliver(
 
         def connect() -> None:
             for d in mine:
-                here, there = (Node(r, hosts[r]) for r in _ends(d, peers.rank))
-                channels.append(Channel(here, there, options.timeout_seconds))
+                there = d.target if d.source == peers.rank else d.source
+                channels.append(Channel(meeting, peers.rank, there, options.timeout_seconds))
 
         # Apart: a rank that is refused must not leave another waiting for its connection.
         peers.run(own, "lock of the checkpoint folder")
@@ -236,9 +239,7 @@ def _deliver(
 
             def go(d: Delivery = d, channel: Channel = channel, work: Background = work) -> None:
                 if d.source == peers.rank:
-                    session.serve(
-                        channel, Errand(folder, chosen.tag, d.ranks, loose), limit, work.gate, options
-                    )
+                    session.serve(channel, _errand(folder, chosen, d, loose=loose), limit, work.gate, options)
                 else:
                     _take(folder, chosen, d, channel, work, options, bar, loose=loose)
 
@@ -249,8 +250,8 @@ def _deliver(
         log.info("%s is on all nodes after %.2f s", folder / chosen.tag, time.monotonic() - start)
 
 
-def _ends(d: Delivery, rank: int) -> tuple[int, int]:
-    return (d.source, d.target) if rank == d.source else (d.target, d.source)
+def _errand(folder: Path, chosen: Held, d: Delivery, *, loose: bool) -> Errand:
+    return Errand(folder, chosen.tag, chosen.checkpoint_id, d.ranks, loose)
 
 
 def _take(
@@ -267,7 +268,7 @@ def _take(
     """On the receiving side; a folder with loose files that is not there at all appears whole."""
     latest = catalog.deserves_latest(folder, chosen.step)
     if not loose or folder.is_dir():
-        errand = Errand(folder, chosen.tag, d.ranks, loose)
+        errand = _errand(folder, chosen, d, loose=loose)
         session.fetch(channel, errand, options, work.gate, bar.update, latest=latest)
         return
     staging = folder.with_name(layout.staging(folder.name, chosen.checkpoint_id))
@@ -275,7 +276,7 @@ def _take(
     catalog.under_way.add(staging)
     try:
         seam.current().make_folder(inside)
-        errand = Errand(inside, chosen.tag, d.ranks, loose)
+        errand = _errand(inside, chosen, d, loose=loose)
         session.fetch(channel, errand, options, work.gate, bar.update, latest=True)
         commit.move_in(inside, folder, chosen.checkpoint_id)
         seam.current().remove_tree(staging)

@@ -102,10 +102,17 @@ class Task:
     """One piece of background work.
 
     ``awaited``: whoever submitted it waits for it and raises its error; else the next call of the engine does.
+    ``at_end`` is called when it has ended, also when it was cancelled before it began; it must not raise.
     """
 
     def __init__(
-        self, what: str, work: Callable[[], None], exit_seconds: float, *, awaited: bool = False
+        self,
+        what: str,
+        work: Callable[[], None],
+        exit_seconds: float,
+        *,
+        awaited: bool = False,
+        at_end: Callable[[], None] | None = None,
     ) -> None:
         self.what = what
         self.awaited = awaited
@@ -114,6 +121,7 @@ class Task:
         self.error: NvmeResumeError | None = None
         self.cancelled = False
         self._work = work
+        self._at_end = at_end or _nothing
         self._done = threading.Event()
 
     def run(self) -> None:
@@ -126,7 +134,8 @@ class Task:
         except Exception as error:
             self.error = errors.of(error, self.what)
         finally:
-            self._work = _nothing  # frees what it refers to
+            self._at_end()
+            self._work = self._at_end = _nothing  # frees what they refer to
             self._done.set()
 
     def wait(self, seconds: float | None = None) -> bool:
@@ -163,10 +172,16 @@ class Background:
         self._owner = os.getpid()
 
     def submit(
-        self, what: str, work: Callable[[], None], exit_seconds: float, *, awaited: bool = False
+        self,
+        what: str,
+        work: Callable[[], None],
+        exit_seconds: float,
+        *,
+        awaited: bool = False,
+        at_end: Callable[[], None] | None = None,
     ) -> Task:
         """Queue ``work``.  ``what`` names it in messages; ``exit_seconds``: how long the process's end waits for it."""
-        task = Task(what, work, exit_seconds, awaited=awaited)
+        task = Task(what, work, exit_seconds, awaited=awaited, at_end=at_end)
         self._tasks.append(task)
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="nvme_resume", daemon=True)

@@ -97,6 +97,20 @@ class Entry(NamedTuple):
     checkpoint_id: str = ""
 
 
+class Saved(NamedTuple):
+    """A checkpoint that this run has just committed.  ``sealing``: its ranks are writing their hashes, or have."""
+
+    save_dir: Path
+    tag: str
+    checkpoint_id: str
+    sealing: bool
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint."""
+        return self.save_dir / self.tag
+
+
 def share_of(rank: int, world_size: int) -> Share:
     """A rank's part of the work when every rank looks at some files."""
     return lambda saved: range(rank, saved, world_size)
@@ -191,6 +205,14 @@ def combine(found: Sequence[Sequence[Entry]]) -> list[Entry]:
             problem = f"the ranks see {len(ids)} different checkpoints of that name"
         combined.append(entry._replace(problem=problem))
     return combined
+
+
+def is_still(folder: Path, checkpoint_id: str) -> bool:
+    """Does the folder hold that checkpoint, and not another one or none?  A damaged one is not gone."""
+    try:
+        return records.read_manifest(folder).checkpoint_id == checkpoint_id
+    except NvmeResumeError:
+        return folder.is_dir()
 
 
 def deserves_latest(save_dir: Path, step: int) -> bool:

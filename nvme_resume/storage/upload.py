@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nvme_resume import layout, logs, manifest
-from nvme_resume.errors import CorruptError, IncompatibleError, NoCheckpointError, StorageError
+from nvme_resume.errors import (
+    CorruptError,
+    IncompatibleError,
+    NoCheckpointError,
+    ReplacedError,
+    StorageError,
+)
 from nvme_resume.manifest import FileSeal, Manifest, RankRecord, Record
 from nvme_resume.storage import catalog, records, verify
 from nvme_resume.storage.remote import Remote, each, hash_file, in_thread
@@ -38,6 +44,7 @@ class Part:
 
     save_dir: Path
     tag: str
+    checkpoint_id: str  # of this save: a tag may be saved again meanwhile
     ranks: tuple[int, ...]
     publishes: bool
     latest: bool
@@ -85,6 +92,8 @@ class _Upload:
     async def run(self) -> Moved:
         part = self._part
         head = await in_thread(lambda: records.read_manifest(part.folder))
+        if head.checkpoint_id != part.checkpoint_id:
+            raise ReplacedError("the tag was saved again meanwhile", tag=part.tag, path=str(part.folder))
         await self._forget_another(head)
         for rank in part.ranks:
             await self._rank(head, rank)

@@ -15,7 +15,7 @@ TAG = "global_step2"
 
 
 def nodes(tmp: Path) -> dict[str, Any]:
-    """Each rank works below ``nodes/node<rank>``, where ``ck`` is its own."""
+    """Each rank is a node and works below ``nodes/node<rank>``, where ``ck`` is its own."""
     return {"nodes": True, "node_local": True, "private": str(tmp / "nodes")}
 
 

@@ -22,6 +22,10 @@ def test_gathered_parts_resume_exactly(tmp_path: Path) -> None:
     parts = [tmp_path / "nodes" / f"node{rank}" / "ck" for rank in (0, 1)]
     everything = tmp_path / "everything"
 
+    code, _, said = nvme_resume("gather", parts[0], tmp_path / "nowhere", "--to", everything)
+    assert code == 10 and "no such folder" in said and str(tmp_path / "nowhere") in said
+    code, _, said = nvme_resume("gather", *parts, "--to", parts[0] / "inside")
+    assert code == 2 and "inside a folder that is gathered" in said and not (parts[0] / "inside").exists()
     code, _, said = nvme_resume("gather", parts[0], "--to", everything)
     assert code == 10 and "ranks [1]" in said
     assert not (everything / "global_step2").exists()
@@ -59,7 +63,9 @@ def test_one_part_in_a_folder_and_one_under_a_url(tmp_path: Path) -> None:
     whole = cases.saved(tmp_path, 2, True)
     parts = [cases.folder(tmp_path, node) for node in (0, 1)]
     url = (tmp_path / "bucket").as_uri()
-    upload.upload(upload.Part(parts[1], cases.TAG, (1,), publishes=False, latest=False), Remote(url), 10)
+    saved = records.read_manifest(parts[1] / cases.TAG).checkpoint_id
+    part = upload.Part(parts[1], cases.TAG, saved, (1,), publishes=False, latest=False)
+    upload.upload(part, Remote(url), 10)
     shutil.copytree(
         parts[1] / cases.TAG / "nvme_resume",
         tmp_path / "bucket" / cases.TAG / "nvme_resume",

@@ -28,3 +28,31 @@ def test_the_master_holds_all_parts_and_resumes_alone(tmp_path: Path) -> None:
     cases.replace_disk(tmp_path, 2)
     cases.assert_resumes(tmp_path, whole, {"gather": "main"})
     assert cases.ranks_in(cases.folder(tmp_path, 2)) == [2]
+
+
+def test_a_tag_that_is_saved_again_while_it_is_brought(tmp_path: Path) -> None:
+    """The first one's transfer ends, which is no error; the second one arrives whole."""
+    slow = {"gather": "main", "network_limit_mib": 2.0}
+    saves = [{"at": n, "dir": "ck", "tag": "same", "skip_digest": True} for n in (1, 2)]
+    whole = cases.saved(tmp_path, 2, slow, saves=saves)
+    log = "".join((tmp_path / f"log-whole.{rank}.txt").read_text() for rank in (0, 1))
+    assert "removed or replaced" in log and "ERROR" not in log, log[-3000:]
+    assert nvme_resume("verify", cases.folder(tmp_path, 0) / "same", "--level", "full")[0] == 0
+    assert cases.ranks_in(cases.folder(tmp_path, 0), "same") == [0, 1]
+    resumed = harness.run(tmp_path, "alone", 2, **cases.CASE, seed=2, load=str(cases.folder(tmp_path, 0)))
+    assert [r["losses"] for r in resumed.ranks] == [r["losses"][2:] for r in whole.ranks]
+
+
+def test_a_shared_folder_in_between(tmp_path: Path) -> None:
+    """What all nodes see is brought nowhere; the next save on disks of their own is."""
+    saves = [
+        {**cases.SAVE, "at": 1},
+        {**cases.SAVE, "at": 2, "dir": str(tmp_path / "shared")},
+        {**cases.SAVE, "at": 3},
+    ]
+    cases.saved(tmp_path, 2, {"gather": "main"}, saves=saves)
+    master = cases.folder(tmp_path, 0)
+    assert [cases.ranks_in(master, f"global_step{n}") for n in (1, 3)] == [[0, 1]] * 2
+    assert cases.ranks_in(tmp_path / "shared") == [0, 1]
+    log = (tmp_path / "log-whole.0.txt").read_text()
+    assert log.count(" came from ") == 2, log[-3000:]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from nvme_resume.storage import locks
 from tests import harness
 from tests.nodes import cases
 
@@ -20,6 +22,49 @@ def test_any_node_may_be_lost_with_a_replica(tmp_path: Path, lost: int) -> None:
     cases.replace_disk(tmp_path, lost)
     cases.assert_resumes(tmp_path, whole, {"replicas": 1})
     assert cases.ranks_in(cases.folder(tmp_path, lost)) == [lost]
+
+
+def test_two_ranks_on_one_node(tmp_path: Path) -> None:
+    """The publisher brings both parts; the node that was lost gets both back."""
+    more = {"nodes": [0, 1, 1]}
+    whole = cases.saved(tmp_path, 3, {"gather": "main", "replicas": 1}, **more)
+    assert [cases.ranks_in(cases.folder(tmp_path, n)) for n in (0, 1)] == [[0, 1, 2]] * 2
+    cases.replace_disk(tmp_path, 1)
+    cases.assert_resumes(tmp_path, whole, True, **more)
+    assert cases.ranks_in(cases.folder(tmp_path, 1)) == [1, 2]
+
+
+def test_a_folder_that_another_job_saves_to_is_left_alone(tmp_path: Path) -> None:
+    """Node 1 lacks its part, but may not write there."""
+    cases.saved(tmp_path, 2, {"gather": "main"})
+    cases.replace_disk(tmp_path, 1)
+    theirs = cases.folder(tmp_path, 1)
+    theirs.mkdir(parents=True)
+    lock = locks.take_save_folder(theirs, hint="")
+    case = {**cases.CASE, **cases.nodes(tmp_path), "until": 0}
+    found = harness.run(tmp_path, "refused", 2, **case, failing_loads=[{"dir": "ck"}])
+    lock.close()
+    for rank in found.ranks:
+        (failure,) = rank["failures"]
+        assert failure["type"] == "LockedError" and failure["untouched"], failure
+        assert f"pid {os.getpid()}" in failure["text"] and "rank 1" in failure["text"], failure
+    assert not (theirs / cases.TAG).exists()
+
+
+def test_latest_does_not_go_back_when_an_older_tag_is_asked_for(tmp_path: Path) -> None:
+    whole = cases.saved(tmp_path, 2, {"gather": "main"}, saves=[{**cases.SAVE, "at": n} for n in (1, 2)])
+    for keep in (cases.TAG, None):  # node 1 has lost the older one; then both
+        node = cases.folder(tmp_path, 1)
+        shutil.rmtree(node / "global_step1")
+        if keep is None:
+            cases.replace_disk(tmp_path, 1)
+        case = {**cases.CASE, **cases.nodes(tmp_path), "until": 1}
+        older = harness.run(tmp_path, "older", 2, **case, seed=3, load={"dir": "ck", "tag": "global_step1"})
+        assert [r["start"] for r in older.ranks] == [1, 1]
+        assert cases.ranks_in(node, "global_step1") == [1]
+        assert (node / "latest").read_text() == (keep or "global_step1")
+        cases.assert_resumes(tmp_path, whole, True)
+        assert cases.ranks_in(node) == [1]
 
 
 def test_ranks_that_moved_to_another_node_are_found(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from nvme_resume.errors import ConfigError
-from nvme_resume.storage import audit, remote
+from nvme_resume.storage import audit, records, remote
 from tests import harness
 from tests.nodes import cases
 
@@ -167,7 +167,8 @@ def test_a_file_that_changed_since_it_was_hashed_is_not_uploaded(tmp_path: Path)
     content = bytearray(file.read_bytes())
     content[0] ^= 1
     file.write_bytes(content)
-    part = upload.Part(folder, cases.TAG, (0,), publishes=True, latest=True)
+    saved = records.read_manifest(folder / cases.TAG).checkpoint_id
+    part = upload.Part(folder, cases.TAG, saved, (0,), publishes=True, latest=True)
     url = (tmp_path / "bucket").as_uri()
     with pytest.raises(Exception, match=file.name) as caught:
         upload.upload(part, remote.Remote(url), 10)

@@ -165,3 +165,14 @@ def test_a_seal_fails_loudly_when_a_frozen_file_was_written_to(
     with pytest.raises(CorruptError):
         add(held, record)
     assert not (folder / layout.seal(0)).exists()
+
+
+def test_work_that_never_began_gives_back_what_it_uses() -> None:
+    """Else no later engine of the process would ever remove that checkpoint."""
+    work, hold = Background(), threading.Event()
+    seen: list[str] = []
+    work.submit("first", lambda: hold.wait(5) and None, 0.0)
+    second = work.submit("second", lambda: seen.append("ran"), 0.0, at_end=lambda: seen.append("end"))
+    threading.Timer(0.3, hold.set).start()
+    work.close()
+    assert second.wait(5) and seen == ["end"]

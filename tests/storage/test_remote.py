@@ -24,6 +24,7 @@ from nvme_resume.peers import Peers
 from nvme_resume.places import Place
 from nvme_resume.storage import audit, catalog, download, gather, records, remote, transfer, upload
 from nvme_resume.storage.background import Gate
+from nvme_resume.storage.catalog import Saved
 from nvme_resume.storage.remote import Remote
 from nvme_resume.storage.upload import Moved, Part
 from tests import object_store
@@ -63,7 +64,13 @@ def make(save_dir: Path, step: int = 2, world_size: int = 2) -> Path:
 
 
 def part(folder: Path, *ranks: int, latest: bool = True) -> Part:
-    return Part(folder.parent, folder.name, ranks, publishes=0 in ranks, latest=latest)
+    saved = committed(folder)
+    return Part(saved.save_dir, saved.tag, saved.checkpoint_id, ranks, publishes=0 in ranks, latest=latest)
+
+
+def committed(folder: Path) -> Saved:
+    """As a save tells it that has just committed the folder."""
+    return Saved(folder.parent, folder.name, records.read_manifest(folder).checkpoint_id, sealing=True)
 
 
 def put(folder: Path, store: Store, *ranks: int, seconds: float = 30.0) -> Moved:
@@ -286,7 +293,7 @@ def test_a_failed_upload_is_told_and_tried_again_with_the_next_save(tmp_path: Pa
     assert isinstance(bucket, object_store.Bucket)
     absent = f"no-{bucket.name}"
     work = engine_side(f"s3://{absent}/run")
-    work.begin(one.parent, "t1", place(0, 1), latest=True)
+    work.begin(committed(one), place(0, 1), latest=True)
     with pytest.raises(StorageError, match="bucket") as caught:
         while not work.wait(1):
             pass
@@ -294,13 +301,12 @@ def test_a_failed_upload_is_told_and_tried_again_with_the_next_save(tmp_path: Pa
     assert work.wait(0) and not catalog.in_use[one]
 
     bucket.client.create_bucket(Bucket=absent)
-    work.begin(one.parent, "t2", place(0, 1), latest=True)
+    work.begin(committed(two), place(0, 1), latest=True)
     until(lambda: work.wait(0.1))
     found = bucket.client.list_objects_v2(Bucket=absent)["Contents"]
     assert {o["Key"] for o in found} >= {f"run/{t}/{layout.manifest()}" for t in ("t1", "t2")}
     # The older one went first, and did not take ``latest`` along afterwards.
     assert bucket.client.get_object(Bucket=absent, Key="run/latest")["Body"].read() == b"t2"
-    assert two.is_dir()
     work.close()
 
 
@@ -309,7 +315,7 @@ def test_no_server_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(key, value)
     work = engine_side("s3://bucket/run")
     folder = make(tmp_path / "ck")
-    work.begin(folder.parent, "t2", place(0, 1), latest=True)
+    work.begin(committed(folder), place(0, 1), latest=True)
     with pytest.raises(StorageError, match=r"127\.0\.0\.1:9"):
         while not work.wait(1):
             pass
@@ -337,7 +343,7 @@ def test_what_is_removed_meanwhile_is_no_error(tmp_path: Path) -> None:
     seal = folder / layout.seal(0)
     kept = seal.rename(seal.with_suffix(".kept"))
     work = engine_side(f"file://{tmp_path}/store", timeout_seconds=20)
-    work.begin(folder.parent, "t2", place(0, 1), latest=True)
+    work.begin(committed(folder), place(0, 1), latest=True)
     assert catalog.in_use[folder] == 1 and not work.wait(0.2)  # it waits for the hashes
     kept.rename(tmp_path / "seal")
     shutil.rmtree(folder)
