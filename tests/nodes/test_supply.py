@@ -47,7 +47,7 @@ def test_a_folder_that_another_job_saves_to_is_left_alone(tmp_path: Path) -> Non
     for rank in found.ranks:
         (failure,) = rank["failures"]
         assert failure["type"] == "LockedError" and failure["untouched"], failure
-        assert f"pid {os.getpid()}" in failure["text"] and "rank 1" in failure["text"], failure
+        assert f"process {os.getpid()}" in failure["text"] and "rank 1" in failure["text"], failure
     assert not (theirs / cases.TAG).exists()
 
 
