@@ -36,6 +36,9 @@ class Node(NamedTuple):
         return f"rank {self.rank} on {self.host}"
 
 
+Pair = tuple[int, int]  # ranks: who sends files, who takes them in
+
+
 class Meeting(NamedTuple):
     """Who is there, and a name that no meeting before had: channels that are made now are told from earlier ones by it.
 
@@ -55,21 +58,24 @@ class Meeting(NamedTuple):
 class Channel:
     """One end.  Making one is collective among the two."""
 
-    def __init__(self, meeting: Meeting, here: int, there: int, timeout_seconds: float) -> None:
-        """Between these ranks, once a meeting.  Raises PeerError when the other does not come within the timeout."""
-        self.there = meeting.nodes[there]
+    def __init__(self, meeting: Meeting, pair: Pair, rank: int, timeout_seconds: float) -> None:
+        """The end of ``rank``, which is one of ``pair``; one channel a pair and meeting, and each way is another pair.
+
+        Raises PeerError when the other does not come within the timeout.
+        """
+        other = 1 - pair.index(rank)
+        self.there = meeting.nodes[pair[other]]
         self._seconds = timeout_seconds
-        low, high = sorted([here, there])
-        key = f"nvme_resume/{meeting.name}/{low}-{high}"
+        key = f"nvme_resume/{meeting.name}/{pair[0]}-{pair[1]}"
         with self._named("opening a connection"):
             # Not new_group: it wants every rank of the job to come, or to have made equally many groups.
             self._group: Any = dist.ProcessGroupGloo(
                 distributed_c10d.PrefixStore(key, distributed_c10d._get_default_store()),
-                int(here == high),
+                1 - other,
                 2,
                 timedelta(seconds=timeout_seconds),
             )
-        self._other = int(there == high)
+        self._other = other
 
     def send(self, message: Message) -> None:
         """As JSON.  PeerError."""

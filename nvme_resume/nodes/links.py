@@ -8,17 +8,16 @@ brought with the first save of the next one.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from nvme_resume import errors, layout, logs
 from nvme_resume.config import Options
 from nvme_resume.errors import NvmeResumeError, PeerError, ReplacedError
 from nvme_resume.nodes import session
-from nvme_resume.nodes.channel import Channel, Meeting, Node
+from nvme_resume.nodes.channel import Channel, Meeting, Node, Pair
 from nvme_resume.nodes.messages import Turn
 from nvme_resume.nodes.session import Errand
 from nvme_resume.peers import Peers
@@ -29,8 +28,7 @@ from nvme_resume.storage.catalog import Saved
 from nvme_resume.storage.limit import Limit
 
 log = logs.logger
-_FORMER = 2  # checkpoints of an earlier run that are brought to where they are missing
-Pair = tuple[int, int]  # publishers: who sends, who takes in
+_FORMER = 2  # checkpoints that were not brought, or not by an earlier run, and are tried (again)
 
 
 def pairs(place: Place, gather: bool, replicas: int) -> list[Pair]:
@@ -103,15 +101,14 @@ class Links:
         self._place = place
 
     def _open(self, pair: Pair, place: Place, meeting: Meeting) -> None:
-        here, there = pair if pair[0] == self._peers.rank else pair[::-1]
-        channel = Channel(meeting, here, there, self._options.timeout_seconds)
+        channel = Channel(meeting, pair, self._peers.rank, self._options.timeout_seconds)
         if pair in self._links:
             self._links[pair].channel = channel
             return
         ranks = next(r for r in place.all_places if r[0] == pair[0])
         work = Background(Gate(self._training))
         sends = pair[0] == self._peers.rank
-        self._links[pair] = _Link(pair, sends, meeting.nodes[there], ranks, channel, work)
+        self._links[pair] = _Link(pair, sends, channel.there, ranks, channel, work)
 
     def bring(self, saved: Saved, place: Place | None, *, loose: bool) -> None:
         """Queue what was just committed in ``place``.  On every rank, in the same order; returns at once."""
@@ -185,18 +182,23 @@ class Links:
         for owed, errand in sorted(link.errands.items()):
             if owed <= number:
                 channel.send(Turn(number=owed, tag=errand.tag))
-                self._serve(link, channel, errand, problems)
-                del link.errands[owed]
+                if self._serve(link, channel, errand, problems):
+                    del link.errands[owed]
+                else:  # who has waited for its hashes once does not wait again
+                    link.errands[owed] = replace(errand, sealing=False)
         for errand in self._former(newest) if link.fresh else ():
             beside = errand.save_dir.name if newest.loose else None
             channel.send(Turn(number=number, tag=errand.tag, beside=beside))
             self._serve(link, channel, errand, problems)
         link.fresh = False
         channel.send(Turn(number=None))
+        _give_up_old(link, number)
 
-    def _serve(self, link: _Link, channel: Channel, errand: Errand, problems: list[NvmeResumeError]) -> None:
-        with _noted(errand, f"for {link.there}", problems):
+    def _serve(self, link: _Link, channel: Channel, errand: Errand, problems: list[NvmeResumeError]) -> bool:
+        def serve() -> None:
             session.serve(channel, errand, self._limit, link.work.gate, self._options)
+
+        return _settled(serve, errand, f"for {link.there}", problems)
 
     def _former(self, newest: Errand) -> list[Errand]:
         """The last checkpoints before the newest one that this node has its part of, newest first.
@@ -218,20 +220,21 @@ class Links:
     def _take(self, link: _Link, channel: Channel, number: int, problems: list[NvmeResumeError]) -> None:
         """Whatever the other side brings."""
         newest = link.errands[number]
-        taken: list[int] = []
         while (said := channel.receive(Turn)).number is not None:
             known = link.errands.get(said.number, newest)
             errand = _meant(known, said)
             if errand is None:
                 session.refuse(channel)
                 continue
-            start = time.monotonic()
-            with _noted(errand, f"from {link.there}", problems):
-                brought = session.fetch(channel, errand, self._options, link.work.gate, _no_progress)
-                self._say(errand, brought, link.there, time.monotonic() - start)
-            taken.append(said.number)
-        for done in {*taken, number}:
-            link.errands.pop(done, None)
+            fetch = partial(self._fetch, link, channel, errand)
+            if _settled(fetch, errand, f"from {link.there}", problems) and errand is known:
+                link.errands.pop(said.number, None)
+        _give_up_old(link, number)
+
+    def _fetch(self, link: _Link, channel: Channel, errand: Errand) -> None:
+        start = time.monotonic()
+        brought = session.fetch(channel, errand, self._options, link.work.gate, _no_progress)
+        self._say(errand, brought, link.there, time.monotonic() - start)
 
     def _say(self, errand: Errand, brought: session.Brought, there: Node, seconds: float) -> None:
         if self._peers.rank != 0 or not brought.files:
@@ -263,14 +266,14 @@ def _meant(known: Errand, said: Turn) -> Errand | None:
     return None if whole or not ranks else Errand(folder, tag, head.checkpoint_id, ranks, known.loose)
 
 
-@contextlib.contextmanager
-def _noted(errand: Errand, way: str, problems: list[NvmeResumeError]) -> Iterator[None]:
-    """An error that both sides know of: it is told, and the next checkpoint may go all the same.
+def _settled(work: Callable[[], None], errand: Errand, way: str, problems: list[NvmeResumeError]) -> bool:
+    """Do ``work``; False when it is to be tried again.
 
-    Only for a checkpoint of this run is it kept: nobody waits for those of former runs.
+    An error that both sides know of is told, and the next checkpoint may go all the same.  Only for a checkpoint of
+    this run is it kept: nobody waits for those of former runs.
     """
     try:
-        yield
+        work()
     except PeerError:
         raise
     except NvmeResumeError as error:
@@ -279,8 +282,16 @@ def _noted(errand: Errand, way: str, problems: list[NvmeResumeError]) -> Iterato
         elif errand.live:
             log.error("%s %s: %s", errand.tag, way, error)  # noqa: TRY400 - no trace for users
             problems.append(error)
+            return False
         else:
             log.warning("%s, of a former run, %s: %s", errand.tag, way, error)
+    return True
+
+
+def _give_up_old(link: _Link, number: int) -> None:
+    """What could not be brought is tried again with the next saves, but not all of it for ever."""
+    for old in sorted(n for n in link.errands if n <= number)[:-_FORMER]:
+        del link.errands[old]
 
 
 def _no_progress(_: int) -> None:

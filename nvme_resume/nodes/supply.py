@@ -214,8 +214,7 @@ def _deliver(
 
         def connect() -> None:
             for d in mine:
-                there = d.target if d.source == peers.rank else d.source
-                channels.append(Channel(meeting, peers.rank, there, options.timeout_seconds))
+                channels.append(Channel(meeting, (d.source, d.target), peers.rank, options.timeout_seconds))
 
         # Apart: a rank that is refused must not leave another waiting for its connection.
         peers.run(own, "lock of the checkpoint folder")

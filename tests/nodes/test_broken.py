@@ -174,6 +174,27 @@ def test_a_full_disk(
     cases.assert_resumes(tmp_path, expected, True)
 
 
+def test_what_could_not_be_brought_goes_with_the_next_save(tmp_path: Path) -> None:
+    """The disk of the receiver fails once, in the middle of a file."""
+
+    def break_it(_: list[Any]) -> None:
+        (partial,) = cases.folder(tmp_path, 0).glob(f"{cases.TAG}/offloaded_tensors/rank01/.tmp-*")
+        partial.unlink()
+        partial.mkdir()
+
+    slow = options(WHERE["gather"], network_limit_mib=2.0)
+    saves = [{"at": n, "dir": "ck"} for n in (2, 3)]
+    meanwhile = when_a_file_is_half_way(cases.folder(tmp_path, 0), break_it)
+    found = harness.run(
+        tmp_path, "whole", 2, check=False, **{**cases.CASE, **cases.nodes(tmp_path)}, saves=saves,
+        nvme_checkpoint=slow, meanwhile=meanwhile,
+    )  # fmt: skip
+    assert [e["type"] for e in found.errors] == ["StorageError"] * 2, found.log
+    for step in (2, 3):
+        audit.check(cases.folder(tmp_path, 0) / f"global_step{step}", "full")
+        assert cases.ranks_in(cases.folder(tmp_path, 0), f"global_step{step}") == [0, 1]
+
+
 def fill_up(path: Path) -> None:
     """Somebody else takes the rest of the disk."""
     with suppress(OSError), path.open("wb", buffering=0) as file:

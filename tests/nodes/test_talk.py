@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,13 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
     """Both ends of a channel, in this process."""
     store = dist.HashStore()
     monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+    return connect((0, 1))
+
+
+def connect(pair: tuple[int, int]) -> Ends:
     meeting = Meeting("here", [Node(0, "one"), Node(1, "two")])
     with ThreadPoolExecutor(2) as pool:
-        one, two = pool.map(lambda r: Channel(meeting, r, 1 - r, SECONDS), (0, 1))
+        one, two = pool.map(lambda rank: Channel(meeting, pair, rank, SECONDS), pair)
     return one, two
 
 
@@ -61,6 +66,16 @@ def serve(channel: Channel, wanted: Errand) -> Any:
 
 def fetch(channel: Channel, wanted: Errand) -> Any:
     return session.fetch(channel, wanted, Options(), Gate(), lambda _: None)
+
+
+def test_each_way_has_a_channel_of_its_own(ends: Ends) -> None:
+    back = connect((1, 0))
+    for number, (one, two) in enumerate([ends, back]):
+        turn = Turn(number=number)
+        assert both(partial(one.send, turn), partial(two.receive, Turn)) == [None, turn]
+    assert [str(e.there) for e in (*ends, *back)] == [
+        f"rank {r} on {h}" for r, h in ((1, "two"), (0, "one"))
+    ] + [f"rank {r} on {h}" for r, h in ((0, "one"), (1, "two"))]
 
 
 def test_both_ends_know_how_it_went(tmp_path: Path, ends: Ends) -> None:

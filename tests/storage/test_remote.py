@@ -18,7 +18,7 @@ import pytest
 
 from nvme_resume import layout, manifest, uploads
 from nvme_resume.config import Options, parse
-from nvme_resume.errors import ConfigError, CorruptError, NoCheckpointError, StorageError
+from nvme_resume.errors import ConfigError, CorruptError, NoCheckpointError, ReplacedError, StorageError
 from nvme_resume.manifest import FileRecord, Seal
 from nvme_resume.peers import Peers
 from nvme_resume.places import Place
@@ -60,6 +60,33 @@ def make(save_dir: Path, step: int = 2, world_size: int = 2) -> Path:
     records.write(
         folder, layout.manifest(), head.model_copy(update={"ranks": tuple(entries), "sealed": True})
     )
+    return folder
+
+
+def anew(folder: Path, checkpoint_id: str) -> Path:
+    """The same files as another save of the same tag."""
+    head = records.read_manifest(folder)
+    entries = []
+    for rank in range(head.world_size):
+        old = records.read_rank(folder, head, rank)
+        assert old.seal is not None
+        record = old.record.model_copy(update={"checkpoint_id": checkpoint_id})
+        extras = old.extras.model_copy(update={"checkpoint_id": checkpoint_id})
+        digests = {"record": manifest.digest_of(record), "extras": manifest.digest_of(extras)}
+        seal = old.seal.model_copy(
+            update={"checkpoint_id": checkpoint_id, "record_digest": digests["record"]}
+        )
+        for name, item in (
+            (layout.rank_record(rank), record),
+            (layout.extras(rank), extras),
+            (layout.seal(rank), seal),
+        ):
+            (folder / name).unlink()
+            records.write(folder, name, item)
+        entries.append(head.ranks[rank].model_copy(update=digests))
+    (folder / layout.manifest()).unlink()
+    update = {"checkpoint_id": checkpoint_id, "ranks": tuple(entries)}
+    records.write(folder, layout.manifest(), head.model_copy(update=update))
     return folder
 
 
@@ -199,6 +226,29 @@ def test_a_tag_that_is_saved_again_is_replaced(tmp_path: Path, store: Store) -> 
     folder = make(tmp_path / "ck", world_size=1)
     put(folder, store, 0)
     assert download.head_of(Remote(store.url), "t2").world_size == 1
+
+
+def test_a_tag_that_is_saved_again_while_its_parts_come_at_different_speeds(
+    tmp_path: Path, store: Store
+) -> None:
+    """The place of rank 1 still uploads its part of the first save when that of rank 0 is at the second."""
+    first, second = make(tmp_path / "first"), anew(make(tmp_path / "second"), "another")
+    put(first, store, 1)
+    with pytest.raises(StorageError, match=r"ranks \[1\] did not upload"):
+        put(second, store, 0, seconds=0.2)
+    late = part(first, 1)
+    replaced = tmp_path / "first" / "t2"
+    shutil.rmtree(replaced)
+    shutil.copytree(second, replaced)
+    with pytest.raises(ReplacedError):
+        upload.upload(late, Remote(store.url), 5)
+    with pytest.raises(NoCheckpointError):
+        download.choose(Remote(store.url), "t2")
+    put(replaced, store, 1)
+    put(second, store, 0)
+    get(store, "t2", tmp_path / "back")
+    audit.check(tmp_path / "back" / "t2", "full")
+    assert records.read_manifest(tmp_path / "back" / "t2").checkpoint_id == "another"
 
 
 def test_killed_in_the_middle(tmp_path: Path, store: Store) -> None:
