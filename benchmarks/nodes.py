@@ -134,6 +134,8 @@ def nodes(
 
 def main(folder: Path, gigabytes: float = 1.0, rounds: int = 4) -> None:
     """Measure and print."""
+    if shutil.which("rsync") is None:
+        sys.exit("rsync is needed to compare with: apt-get install rsync")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rsync").mkdir(exist_ok=True)
     hosts = Hosts(2)
