@@ -70,3 +70,15 @@ def test_a_shared_folder_in_between(tmp_path: Path, another_filesystem: Path) ->
     assert cases.ranks_in(shared, "global_step2") == [0, 1]
     log = (tmp_path / "log-whole.0.txt").read_text()
     assert log.count(" came from ") == 2, log[-3000:]
+
+
+def test_saves_that_get_no_hashes_are_gathered_all_the_same(tmp_path: Path) -> None:
+    """Hashes are far behind on both nodes: what is brought without them is hashed on the way."""
+    slow = {"gather": "main", "bandwidth_limit_mib": 6.0, "timeout_seconds": 60}
+    last = 12
+    saves = [{"at": n, "dir": "ck", "skip_digest": True} for n in range(1, last + 1)]
+    cases.saved(tmp_path, 2, slow, saves=saves, until=last)
+    assert "stays without hashes" in (tmp_path / "log-whole.1.txt").read_text()
+    tag = f"global_step{last}"
+    assert cases.ranks_in(cases.folder(tmp_path, 0), tag) == [0, 1]
+    assert nvme_resume("verify", cases.folder(tmp_path, 0) / tag, "--level", "full")[0] == 0
