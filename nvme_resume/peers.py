@@ -104,6 +104,12 @@ class Peers:
             dist.monitored_barrier(group=self._group, timeout=self._timeout, wait_all_ranks=True)
             gathered: list[Any] = [None] * self.world_size
             dist.all_gather_object(gathered, mine, group=self._group)
+        except ValueError as error:
+            raise PeerError(
+                f"{during} needs the other ranks, but the process group is gone: {error}",
+                rank=self.rank,
+                hint="call torch.distributed.destroy_process_group() after the last call of the engine",
+            ) from error
         except RuntimeError as error:
             raise PeerError(
                 f"not all ranks arrived within {self._timeout.total_seconds():.0f} s during {during}: {error}",

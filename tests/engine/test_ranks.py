@@ -6,7 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from nvme_resume.errors import PeerError
+from nvme_resume.peers import Peers
 from tests import harness
 
 CASE = {"layers": 3, "sub_group_size": 300_000}
@@ -66,3 +69,16 @@ def test_ranks_that_disagree_on_the_tag(tmp_path: Path) -> None:
     for rank in range(2):
         assert run.ranks[rank]["save_errors"][0]["type"] == "PeerError"
         assert "disagree" in run.ranks[rank]["save_errors"][0]["text"]
+
+
+def test_a_process_group_that_was_destroyed_is_named() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        peers = Peers(5.0)
+        peers.alone = False  # as with more ranks
+        peers._group = dist.new_group(backend="gloo")
+        assert peers.run(lambda: 7, "a test") == [7]
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(PeerError, match=r"a test needs the other ranks.*destroy_process_group"):
+        peers.run(lambda: 7, "a test")
