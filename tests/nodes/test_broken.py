@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -114,6 +115,56 @@ def test_a_node_dies_while_parts_are_brought(tmp_path: Path, expected: harness.R
         if p.suffix in (".swp", ".pt")
     )
     assert float(line.split(" MiB")[0].split()[-1]) < whole / (1 << 20) - 0.9, line
+
+
+LAST = 6
+MANY = [{"at": n, "dir": "ck", "skip_digest": True} for n in range(1, LAST)]
+ALL_WAYS = {"gather": "main", "replicas": 1, "keep_last": 2}
+
+
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory: pytest.TempPathFactory) -> harness.Run:
+    return harness.run(tmp_path_factory.mktemp("longer"), "expected", 2, **{**cases.CASE, "until": LAST})
+
+
+@pytest.mark.parametrize("end", [pytest.param("wait", marks=pytest.mark.matrix), "exit"])
+def test_quick_saves_beside_rotation_and_transfers(tmp_path: Path, longer: harness.Run, end: str) -> None:
+    """However the program ends, no transfer stumbles over what rotation removes, and the last one resumes."""
+    case = {**cases.CASE, **cases.nodes(tmp_path), "until": LAST}
+    where = {**ALL_WAYS, "timeout_seconds": 20}
+    harness.run(tmp_path, "whole", 2, **case, end=end, saves=MANY, nvme_checkpoint=where)
+    found = harness.run(tmp_path, "resumed", 2, **case, seed=2, load="ck", nvme_checkpoint=where)
+    assert [r["losses"] for r in found.ranks] == [r["losses"][LAST - 1 :] for r in longer.ranks]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("turn", range(8))
+def test_a_node_dies_at_any_moment(tmp_path: Path, longer: harness.Run, turn: int) -> None:
+    """While saves, transfers and rotation follow each other closely."""
+    chance = random.Random(turn)
+
+    def kill(processes: list[Any]) -> None:
+        deadline = time.monotonic() + 120
+        while not (cases.folder(tmp_path, 0) / "global_step1").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(chance.random() * 3)
+        processes[chance.randrange(2)].kill()
+
+    case = {**cases.CASE, **cases.nodes(tmp_path), "until": LAST}
+    slow = options(ALL_WAYS, network_limit_mib=20.0)
+    start = time.monotonic()
+    harness.run(tmp_path, "whole", 2, check=False, **case, saves=MANY, nvme_checkpoint=slow, meanwhile=kill)
+    assert time.monotonic() - start < 90
+    last = {**cases.SAVE, "at": LAST}
+    found = harness.run(
+        tmp_path, "resumed", 2, **case, seed=2, load="ck", saves=[last], nvme_checkpoint=options(ALL_WAYS)
+    )
+    begun = found.ranks[0]["start"]
+    assert begun >= 1
+    assert [r["losses"] for r in found.ranks] == [r["losses"][begun:] for r in longer.ranks]
+    for node in (0, 1):
+        audit.check(cases.folder(tmp_path, node) / f"global_step{LAST}", "full")
 
 
 @pytest.mark.parametrize("stage", [pytest.param("make_folder", marks=pytest.mark.matrix), "rename"])
