@@ -94,14 +94,8 @@ class Downloads:
     @contextlib.contextmanager
     def _downloaded(self, url: str, tag: str, folder: Path) -> Iterator[Path]:
         """What this node needs of ``tag`` lies there; it goes after a load, unless the user named the place."""
-        peers = self._peers
         keep = self._options.download_dir is not None
-
-        def known() -> bool:
-            seam.current().make_folder(folder)
-            return self._places.known(folder)
-
-        place = self._places.of(folder, peers.run(known, "look at the folder for downloads"))
+        place = self._places.make(folder, "look at the folder for downloads")
         with contextlib.ExitStack() as undo:
             self._own(folder, place, undo, keep=keep)
             self._in_a_thread(

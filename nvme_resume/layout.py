@@ -116,6 +116,11 @@ def staging(tag: str, save_id: str) -> str:
     return f"{STAGING_PREFIX}{tag}.{save_id}"
 
 
+def partial(path: Path) -> Path:
+    """Where a file is written that gets its name when all of it is there."""
+    return path.with_name(f"{STAGING_PREFIX}{path.name}")
+
+
 def retired(tag: str, save_id: str) -> str:
     """Name of a replaced checkpoint on its way out, where folders cannot be exchanged atomically."""
     return f"{RETIRED_PREFIX}{tag}.{save_id}"

@@ -62,6 +62,15 @@ class Places:
         self._known[device] = place
         return place
 
+    def make(self, folder: Path, during: str) -> Place:
+        """The place of a folder, which is made where it is missing.  Collective; raises what ``of`` does."""
+
+        def known() -> bool:
+            seam.current().make_folder(folder)
+            return self.known(folder)
+
+        return self.of(folder, self._peers.run(known, during))
+
     def _look(self, folder: Path) -> Place:
         """Rounds, until every rank has joined the lowest rank whose file it sees."""
         peers = self._peers

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ from nvme_resume import layout, logs, manifest
 from nvme_resume.config import Options
 from nvme_resume.errors import ConfigError, NvmeResumeError, PeerError, StorageError
 from nvme_resume.manifest import FileRecord, FileSeal, Manifest, RankEntry, RankRecord
+from nvme_resume.nodes.channel import Pair
 from nvme_resume.nodes.links import Links
 from nvme_resume.peers import Peers
 from nvme_resume.places import Place, Places
@@ -42,6 +43,18 @@ _SLACK_BYTES = 64 << 20  # records, model file, filesystem overhead
 _SLACK_FILES = 32  # records, DeepSpeed's files, folders, temporary names
 _POLL_SECONDS = 0.05
 _MOST_UNSEALED = 8
+
+
+class _Proposal(NamedTuple):
+    """What each rank says at the start of a save; plain data."""
+
+    checkpoint_id: str  # rank 0's counts
+    save_dir: str
+    tag: str
+    known: bool  # has it looked at this file system?
+    broken: list[Pair]  # links to other nodes
+    hashes_behind: bool  # so many wait that this save gets none
+    uploads_behind: bool
 
 
 class Saver:
@@ -85,12 +98,16 @@ class Saver:
         start = time.monotonic()
         proposals = peers.run(lambda: self._propose(save_dir, tag), "start of the save")
         # Inside a larger checkpoint its builder has agreed on the folder; nodes may know it by different paths.
-        peers.agree([p[1:3] if self.narrate else p[2] for p in proposals], "save folder and tag")
-        checkpoint_id: str = proposals[0][0]
-        place = self.find_place(save_dir, [p[3] for p in proposals])
-        self._links.connect(place, [pair for p in proposals for pair in p[4]])
-        self._sealing = not any(p[5] for p in proposals)
-        self._upload = self._uploads.admit(sealing=self._sealing)
+        peers.agree(
+            [(p.save_dir, p.tag) if self.narrate else p.tag for p in proposals], "save folder and tag"
+        )
+        checkpoint_id = proposals[0].checkpoint_id
+        place = self._enter(self.places.of(save_dir, [p.known for p in proposals]))
+        self._links.connect(place, [pair for p in proposals for pair in p.broken])
+        self._sealing = not any(p.hashes_behind for p in proposals)
+        self._upload = self._uploads.admit(
+            behind=not self._sealing or any(p.uploads_behind for p in proposals)
+        )
         staging = layout.staging(tag, checkpoint_id)
         if self._reports():
             log.info("saving checkpoint %s to %s", tag, save_dir)
@@ -218,7 +235,7 @@ class Saver:
     # ---- steps ----
 
     def publishes(self) -> bool:
-        """One process for each place the checkpoint is written to, as ``find_place`` found it."""
+        """One process for each place the checkpoint is written to, as far as that is known."""
         return self._place is not None and self._place.publisher
 
     def _reports(self) -> bool:
@@ -230,16 +247,10 @@ class Saver:
 
     def prepare_folder(self, save_dir: Path) -> None:
         """Make the save folder and find out who shares it.  Collective."""
+        self._enter(self.places.make(save_dir, "look at the save folder"))
 
-        def make() -> bool:
-            seam.current().make_folder(save_dir)
-            return self.places.known(save_dir)
-
-        self.find_place(save_dir, self._peers.run(make, "look at the save folder"))
-
-    def find_place(self, save_dir: Path, known: list[bool]) -> Place:
-        """Which ranks share the save folder, which exists.  Collective; ``known``: what each rank has looked at."""
-        place = self.places.of(save_dir, known)
+    def _enter(self, place: Place) -> Place:
+        """Save there from now on; say so where the configuration says otherwise."""
         if place == self._place:
             return place
         self._place = place
@@ -274,7 +285,7 @@ class Saver:
             if gone:
                 log.info("removed %s from %s (keep_last %d)", ", ".join(gone), save_dir, keep)
 
-    def _propose(self, save_dir: Path, tag: str) -> tuple[str, str, str, bool, list[Any], bool]:
+    def _propose(self, save_dir: Path, tag: str) -> _Proposal:
         """Refuse what cannot work before anything is touched; rank 0's answer names the checkpoint's id."""
         self._work.raise_failure()
         if not layout.valid_tag(tag):
@@ -283,9 +294,15 @@ class Saver:
         quiesce.accumulation(self._engine)
         self._files.refuse_intruders()
         seam.current().make_folder(save_dir)
-        known = self.places.known(save_dir)
-        behind = self._work.pending() >= _MOST_UNSEALED
-        return uuid.uuid4().hex[:12], str(save_dir), tag, known, self._links.broken(), behind
+        return _Proposal(
+            checkpoint_id=uuid.uuid4().hex[:12],
+            save_dir=str(save_dir),
+            tag=tag,
+            known=self.places.known(save_dir),
+            broken=self._links.broken(),
+            hashes_behind=self._work.pending() >= _MOST_UNSEALED,
+            uploads_behind=self._uploads.behind(),
+        )
 
     @property
     def copies_in_background(self) -> bool:

@@ -68,15 +68,15 @@ class Uploads:
         """Is anything to be uploaded?"""
         return self._url is not None
 
-    def admit(self, *, sealing: bool) -> bool:
-        """Is what is saved next to be uploaded?  Collective, before the save; the same everywhere.
+    def behind(self) -> bool:
+        """Do too many uploads of this rank wait?"""
+        return sum(not t.wait(0) for t in self._tasks) > _MOST_WAITING
 
-        ``sealing``: it gets its hashes, on all ranks.
-        """
+    def admit(self, *, behind: bool) -> bool:
+        """Is what is saved next to be uploaded?  The same everywhere; ``behind``: some rank's uploads or hashes are."""
         if self._url is None:
             return False
-        waiting = sum(not t.wait(0) for t in self._tasks) > _MOST_WAITING
-        if sealing and not self._peers.any(waiting):
+        if not behind:
             return True
         if self._peers.rank == 0:
             log.warning(
@@ -106,7 +106,6 @@ class Uploads:
                 self._submit(*job)
 
     def _submit(self, part: Part, url: str) -> None:
-        catalog.use(part.folder, 1)
         self._tasks = [t for t in self._tasks if not t.wait(0)]
         what = f"upload of {part.folder} to {url}"
         task = self._work.submit(
@@ -114,7 +113,7 @@ class Uploads:
             partial(self._run, part, url, what),
             self._options.timeout_seconds,
             awaited=True,
-            at_end=partial(catalog.use, part.folder, -1),
+            at_end=catalog.use(part.folder),
         )
         self._tasks.append(task)
 

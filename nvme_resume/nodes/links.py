@@ -86,7 +86,7 @@ class Links:
             return
         peers = self._peers
         meeting = Meeting.call(peers)
-        again = {tuple(pair) for pair in broken}
+        again = set(broken)
         wanted = pairs(place, self._options.gather is not None, self._options.replicas)
 
         def open_all() -> None:
@@ -126,7 +126,6 @@ class Links:
                 sealing=saved.sealing,
             )
             link.errands[self._count] = errand
-            catalog.use(errand.folder, 1)
             link.tasks = [t for t in link.tasks if not t.wait(0) or t.error is not None]
             task = link.work.submit(
                 f"{saved.tag} {'to' if link.sends else 'from'} {link.there}",
@@ -134,7 +133,7 @@ class Links:
                 partial(self._run, link, self._count, link.channel),
                 self._options.timeout_seconds,
                 awaited=True,
-                at_end=partial(catalog.use, errand.folder, -1),
+                at_end=catalog.use(errand.folder),
             )
             link.tasks.append(task)
 

@@ -23,7 +23,7 @@ from nvme_resume.nodes import session
 from nvme_resume.nodes.channel import Channel, Meeting
 from nvme_resume.nodes.session import Errand
 from nvme_resume.peers import Peers
-from nvme_resume.places import Place, Places
+from nvme_resume.places import Places
 from nvme_resume.storage import catalog, commit, locks, records, verify
 from nvme_resume.storage import disk as seam
 from nvme_resume.storage.background import Background, over
@@ -75,13 +75,12 @@ def supply(
     if all(s is not None and s == seen[0] and s[2] for s in seen):
         return
     wanted = None if tag is None else [tag]
-    found = peers.run(lambda: _inventory(folder, wanted), "look at the checkpoint folder")
-    inventories = [[Held(*h) for h in rank] for rank in found]
+    inventories = peers.run(lambda: _inventory(folder, wanted), "look at the checkpoint folder")
     named = {s[0] for s in seen if s is not None}
     chosen = _choose(inventories, tag, named, str(folder))
-    if chosen is None or not any(_lacks(h, chosen, r, len(found)) for r, h in enumerate(inventories)):
+    if chosen is None or not any(_lacks(h, chosen, r, len(inventories)) for r, h in enumerate(inventories)):
         return
-    place = _find_place(folder, peers, places, make=not loose)
+    place = places.make(folder.parent if loose else folder, "look at the checkpoint folder")
     deliveries = plan(inventories, chosen, place.all_places)
     _deliver(folder, chosen, deliveries, peers, options, loose=loose)
 
@@ -169,16 +168,6 @@ def plan(
             given[source] += 1
             found.setdefault((source, target), []).append(rank)
     return [Delivery(source, target, tuple(ranks)) for (source, target), ranks in sorted(found.items())]
-
-
-def _find_place(folder: Path, peers: Peers, places: Places, *, make: bool) -> Place:
-    where = folder if make else folder.parent
-
-    def known() -> bool:
-        seam.current().make_folder(where)
-        return places.known(where)
-
-    return places.of(where, peers.run(known, "look at the checkpoint folder"))
 
 
 def _deliver(

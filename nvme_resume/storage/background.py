@@ -223,11 +223,7 @@ class Background:
     def finish_these(self, *tasks: Task) -> None:
         """Wait for some awaited tasks; raise what went wrong with the first that failed, however often it is asked."""
         self.wait_for(tasks)
-        for task in tasks:
-            task.reported = True
-        for task in tasks:
-            if task.error is not None:
-                raise task.error
+        over(tasks, 0.0)
 
     def wait_for(self, tasks: Sequence[Task]) -> None:
         """Until these have ended, however."""

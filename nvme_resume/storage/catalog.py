@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,8 +78,13 @@ in_use: Counter[Path] = (
 under_way: set[Path] = set()  # staging folders of this process's own saves
 
 
-def use(path: Path, change: int) -> None:
-    """Count a user of a checkpoint, or one less."""
+def use(path: Path) -> Callable[[], None]:
+    """Keep a checkpoint from being removed, until what is returned is called, once."""
+    _count(path, 1)
+    return partial(_count, path, -1)
+
+
+def _count(path: Path, change: int) -> None:
     with _use_lock:  # += is no single step, and threads come and go
         in_use[path] += change
 

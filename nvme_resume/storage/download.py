@@ -174,7 +174,7 @@ async def _loose(remote: Remote, name: str, into: Path) -> int:
     path, size = layout.inside(into, name), await remote.size(name)
     if path is None or size is None:
         raise StorageError("it was there, and is gone", path=remote.path(name), hint="try again")
-    temporary = path.with_name(f"{layout.STAGING_PREFIX}{path.name}")
+    temporary = layout.partial(path)
     disk.make_folder(path.parent)
     try:
         async with aiofiles.open(temporary, "wb") as file:

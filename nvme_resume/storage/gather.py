@@ -173,7 +173,7 @@ def beside(sources: Sequence[Path | Remote], into: Path, tag: str, options: Opti
         missing = [name for name in names if not (into / name).exists()]
         for parent in {(into / name).parent for name in missing}:
             disk.make_folder(parent)
-        temporary = [(into / n).with_name(f"{layout.STAGING_PREFIX}{Path(n).name}") for n in missing]
+        temporary = [layout.partial(into / n) for n in missing]
         copies = [transfer.Copy(source / n, t) for n, t in zip(missing, temporary, strict=True)]
         found = transfer.run(copies, options, what="files beside the tag folder", sync=True)
         for name, path in zip(missing, temporary, strict=True):

@@ -42,7 +42,7 @@ class Arrival:
     def __init__(self, folder: Path, need: Need, said: str, tag: str, rank: int | None = None) -> None:
         """``said``: whoever sends it, in words."""
         self._path = folder / need.relative
-        self.partial = _partial(self._path)
+        self.partial = layout.partial(self._path)
         self._need = need
         self._said, self._tag, self._rank = said, tag, rank
         seam.current().make_folder(self._path.parent)
@@ -212,14 +212,14 @@ def missing(folder: Path, files: Mapping[str, FileSeal], options: Options) -> li
         if _size(path) == known.size:
             there.append((name, known))
             continue
-        whole_chunks = max(0, min(_size(_partial(path)), known.size)) // CHUNK_BYTES * CHUNK_BYTES
+        whole_chunks = max(0, min(_size(layout.partial(path)), known.size)) // CHUNK_BYTES * CHUNK_BYTES
         if whole_chunks:
             partly.append((name, known, whole_chunks))
         else:
             found.append(Need(name, known, 0))
     hashed = transfer.run(
         [transfer.Copy(folder / name) for name, _ in there]
-        + [transfer.Copy(_partial(folder / name), nbytes=size) for name, _, size in partly],
+        + [transfer.Copy(layout.partial(folder / name), nbytes=size) for name, _, size in partly],
         options,
         what="look at what is there",
         sync=False,
@@ -253,7 +253,3 @@ def _size(path: Path) -> int:
     with contextlib.suppress(OSError):
         return seam.current().size(path)
     return -1
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f"{layout.STAGING_PREFIX}{path.name}")
