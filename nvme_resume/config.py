@@ -16,6 +16,8 @@ from nvme_resume.errors import ConfigError
 
 KEY = "nvme_checkpoint"
 _BLOCK_MIB = 4  # what goes to another node at once
+_UPLOADED_AT_ONCE_MIB = 32  # what uploads may be about to send
+_OF_THE_JOB = {"gather", "replicas", "upload", "keep_last", "background_save"}
 
 
 class Options(BaseModel):
@@ -87,13 +89,18 @@ class Options(BaseModel):
     @model_validator(mode="after")
     def _blocks_come_in_time(self) -> Options:
         """Else a node that sends slowly looks like one that is gone."""
-        at_once = _BLOCK_MIB * (self.replicas + (self.gather is not None))
+        to_nodes = self.replicas + (self.gather is not None)
+        at_once = _BLOCK_MIB * to_nodes + (_UPLOADED_AT_ONCE_MIB if to_nodes and self.upload else 0)
         if self.network_limit_mib and self.network_limit_mib * self.timeout_seconds < at_once:
             raise ValueError(
                 f"{self.network_limit_mib:g} MiB/s (network_limit_mib) bring no block of {_BLOCK_MIB} MiB to each "
                 f"other node within {self.timeout_seconds:g} s (timeout_seconds)"
             )
         return self
+
+    def of_the_job(self) -> dict[str, Any]:
+        """What must be the same on all ranks, or one waits for what another never does.  Plain data."""
+        return self.model_dump(include=_OF_THE_JOB, by_alias=True)
 
 
 def nvme_offloads(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -93,7 +93,12 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
             )
         peers, files, work = Peers(options.timeout_seconds), SwapFiles(options), Background()
         uses_nvme = supported.uses_nvme(engine)
-        peers.run(lambda: uploads.check(options, uses_nvme=uses_nvme), "start")
+
+        def check() -> dict[str, Any]:
+            uploads.check(options, uses_nvme=uses_nvme)
+            return options.of_the_job()
+
+        peers.agree(peers.run(check, "start"), f'options of "{config.KEY}"')
         if uses_nvme:
             try:
                 peers.run(lambda: redirect.install(engine, files, work.gate), "start")
@@ -266,6 +271,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         if supported.is_zero3(self):
             supply(Path(load_dir), None if tag is None else str(tag), peers, saver.places, self._nvme_options)
         damaged: dict[str, CorruptError] = {}  # what looked complete and was not what had been saved
+        mended: set[str] = set()  # what other nodes were asked for good parts of
         while True:
             try:
                 name = self._choose(Path(load_dir), tag, damaged)
@@ -281,9 +287,12 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
             try:
                 restore = self._open(folder, wanted)
             except CorruptError as error:
-                if tag is not None:
+                if name not in mended and self._mend(Path(load_dir), name, error):
+                    mended.add(name)
+                elif tag is not None:
                     raise
-                damaged[name] = error
+                else:
+                    damaged[name] = error
                 continue
             return self._finish(restore, wanted, custom_load_fn)
 
@@ -324,7 +333,7 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
                 )
             return good.tag
         for entry in [*first, *rest]:
-            kind = CorruptError if (load_dir / entry.tag).is_dir() else NoCheckpointError
+            kind = CorruptError if peers.any((load_dir / entry.tag).is_dir()) else NoCheckpointError
             raise kind(
                 f"no checkpoint in {load_dir} is complete: {entry.problem}",
                 tag=entry.tag,
@@ -332,6 +341,20 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
                 hint="name an older tag, if there is one",
             )
         return None
+
+    def _mend(self, load_dir: Path, name: str, problem: CorruptError) -> bool:
+        """Bring good parts from other nodes for those that are not what was saved; False: nothing came.  Collective."""
+        peers, places = self._nvme_peers, self._nvme_saver.places
+        try:
+            came = supply(load_dir, name, peers, places, self._nvme_options, doubted=True)
+        except (CorruptError, NoCheckpointError) as error:
+            log.info("%s: no other node has a good copy: %s", load_dir / name, error)
+            return False
+        if came and peers.rank == 0:
+            log.warning(
+                "%s was damaged, and is mended by copies of other nodes: %s", load_dir / name, problem
+            )
+        return came
 
     def _stock_can_load(self, folder: Path) -> bool:
         """Leave the load to DeepSpeed: state it keeps on the accelerator alone, saved by itself."""

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from nvme_resume.storage import catalog, commit, ladder, prune, records, room, s
 from nvme_resume.storage import disk as seam
 from nvme_resume.storage.background import Background, Task
 from nvme_resume.storage.catalog import Saved
+from nvme_resume.storage.limit import Limit
 from nvme_resume.storage.ownership import Ownership
 from nvme_resume.storage.snapshot import SwapFiles
 from nvme_resume.uploads import Uploads
@@ -55,6 +57,8 @@ class _Proposal(NamedTuple):
     broken: list[Pair]  # links to other nodes
     hashes_behind: bool  # so many wait that this save gets none
     uploads_behind: bool
+    copies_behind: bool  # on other nodes
+    brought: list[int] | None  # what Links.brought says
 
 
 class Saver:
@@ -79,11 +83,13 @@ class Saver:
         self._owned = Ownership()  # of the save folder that this engine writes to
         self.narrate = True  # does rank 0 log starts and commits?
         self._rotation: list[Task] = []
-        self._links = Links(options, peers, work.gate)
-        self._uploads = Uploads(options, peers, work.gate)
+        limit = Limit(options.network_limit_mib)
+        self._links = Links(options, peers, work.gate, limit)
+        self._uploads = Uploads(options, peers, work.gate, limit)
         self._sealing = True  # does the present save get hashes?  The same on all ranks
-        self._upload = False  # is the present save to be uploaded?
+        self._bring = self._upload = False  # does the present save go to other nodes, to a URL?
         self._unspread: Saved | None = None  # saved inside a larger checkpoint that had no name yet
+        self._put_off: list[Callable[[], None]] = []  # what begins what was not begun for the last save
         self._commit_seconds: list[float] = []  # of the last save, when the background has committed it
 
     # ---- the public two ----
@@ -103,7 +109,9 @@ class Saver:
         )
         checkpoint_id = proposals[0].checkpoint_id
         place = self._enter(self.places.of(save_dir, [p.known for p in proposals]))
+        self._links.agree([p.brought for p in proposals])
         self._links.connect(place, [pair for p in proposals for pair in p.broken])
+        self._bring = self._links.admit(any_behind=any(p.copies_behind for p in proposals))
         self._sealing = not any(p.hashes_behind for p in proposals)
         self._upload = self._uploads.admit(
             behind=not self._sealing or any(p.uploads_behind for p in proposals)
@@ -147,22 +155,21 @@ class Saver:
         if peers.rank == 0:
             monitor.write(engine, {"commit_seconds": blocked})
         catalog.under_way.discard(part.folder)
+        if self._reports():
+            _log_commit(save_dir / tag, sizes, start)
+        saved = Saved(save_dir, tag, checkpoint_id, self._sealing)
+        if self.narrate:
+            self._spread(saved, latest=latest)
+        else:
+            self._unspread = saved
         if self.publishes() and self._options.keep_last is not None:
-            # In the background: blocks of large files take long to free.
+            # After the above, which knows what must stay.  In the background: blocks of large files take long to free.
             ranks = self._ranks_here()
             task = self._work.submit(
                 "rotation", lambda: self._rotate(save_dir, ranks), self._options.exit_seconds
             )
             self._rotation = [*(t for t in self._rotation if not t.wait(0)), task]
         part.seal_later(save_dir / tag)
-        if self._reports():
-            _log_commit(save_dir / tag, sizes, start)
-        saved = Saved(save_dir, tag, checkpoint_id, self._sealing)
-        if self.narrate:
-            self._links.bring(saved, self._place, loose=False)
-            self._begin_upload(saved, latest=latest)
-        else:
-            self._unspread = saved
 
     def spread_last(self, save_dir: Path) -> None:
         """Bring what was saved inside a larger checkpoint, and lies in ``save_dir`` now, to other nodes.
@@ -171,13 +178,22 @@ class Saver:
         """
         saved, self._unspread = self._unspread, None
         if saved is not None:
-            saved = saved._replace(save_dir=save_dir)
-            self._links.bring(saved, self._place, loose=True)
-            self._begin_upload(saved, latest=True, below=save_dir.name)
+            self._spread(saved._replace(save_dir=save_dir), latest=True, below=save_dir.name)
 
-    def _begin_upload(self, saved: Saved, *, latest: bool, below: str | None = None) -> None:
-        if self._upload:
-            self._uploads.begin(saved, self._place, latest=latest, below=below)
+    def _spread(self, saved: Saved, *, latest: bool, below: str | None = None) -> None:
+        """Begin what goes on after a commit; ``below``: the name of a larger checkpoint that it is a part of."""
+        place, loose = self._place, below is not None
+        bring = partial(self._links.bring, saved, place, loose=loose)
+        upload = partial(self._uploads.begin, saved, place, latest=latest, below=below)
+        self._put_off = []
+        for wanted, now, begin in (
+            (self._links.wanted, self._bring, bring),
+            (self._uploads.wanted, self._upload, upload),
+        ):
+            if wanted and now:
+                begin()
+            elif wanted:
+                self._put_off.append(begin)
 
     def wait(self) -> None:
         """Until the save under way is committed.  Collective; raises what went wrong on any rank, on every rank."""
@@ -222,6 +238,14 @@ class Saver:
         """
         self.wait()
         self._peers.run(self._work.finish, "background work of the last save")
+        self._wait_for_copies()
+        put_off, self._put_off = self._put_off, []
+        for begin in put_off:
+            begin()
+        if put_off:
+            self._wait_for_copies()
+
+    def _wait_for_copies(self) -> None:
         if self._links.wanted:
             self._peers.together(self._links.wait, "copies on other nodes")
         if self._uploads.wanted:
@@ -302,6 +326,8 @@ class Saver:
             broken=self._links.broken(),
             hashes_behind=self._work.pending() >= _MOST_UNSEALED,
             uploads_behind=self._uploads.behind(),
+            copies_behind=self._links.behind(),
+            brought=self._links.brought(),
         )
 
     @property
@@ -351,6 +377,7 @@ class Saver:
             f"copy of checkpoint {head.tag}", part.drain, options.timeout_seconds, awaited=True
         )
         report, narrate, ranks = self._reports(), self.narrate, self._ranks_here()
+        upload, place = self._upload, self._place
         given_up = threading.Event()
         seconds: list[float] = []
         self._commit_seconds = seconds
@@ -359,9 +386,9 @@ class Saver:
             try:
                 _await_seals(part.folder, len(sizes), self._work, options.timeout_seconds, given_up)
                 commit.publish(save_dir, staging, head, save_latest=latest)
-                if narrate:
+                if narrate and upload:
                     saved = Saved(save_dir, head.tag, head.checkpoint_id, sealing=True)
-                    self._begin_upload(saved, latest=latest)
+                    self._uploads.begin(saved, place, latest=latest)
                 self._rotate(save_dir, ranks)
             except BaseException:
                 commit.discard(save_dir, staging, head.checkpoint_id)

@@ -21,14 +21,12 @@ from nvme_resume.errors import ConfigError, NvmeResumeError
 from nvme_resume.peers import Peers
 from nvme_resume.places import Place
 from nvme_resume.storage import catalog, remote, upload
-from nvme_resume.storage.background import Background, Cancelled, Gate, Task
+from nvme_resume.storage.background import Background, Cancelled, Gate, Task, behind
 from nvme_resume.storage.catalog import Saved
 from nvme_resume.storage.limit import Limit
 from nvme_resume.storage.upload import Part
 
 log = logs.logger
-
-_MOST_WAITING = 2
 
 
 def check(options: Options, *, uses_nvme: bool) -> None:
@@ -48,12 +46,12 @@ def check(options: Options, *, uses_nvme: bool) -> None:
 class Uploads:
     """All uploads of one engine."""
 
-    def __init__(self, options: Options, peers: Peers, training: Gate) -> None:
+    def __init__(self, options: Options, peers: Peers, training: Gate, limit: Limit) -> None:
         self._options = options
         self._peers = peers
         self._url = options.upload
         self._work = Background(Gate(training))
-        self._limit = Limit(options.network_limit_mib)
+        self._limit = limit
         self._mutex = threading.Lock()
         self._tasks: list[Task] = []
         self._failed: dict[Path, tuple[Part, str]] = {}  # to be tried again
@@ -70,7 +68,7 @@ class Uploads:
 
     def behind(self) -> bool:
         """Do too many uploads of this rank wait?"""
-        return sum(not t.wait(0) for t in self._tasks) > _MOST_WAITING
+        return behind(self._tasks)
 
     def admit(self, *, behind: bool) -> bool:
         """Is what is saved next to be uploaded?  The same everywhere; ``behind``: some rank's uploads or hashes are."""
@@ -81,7 +79,7 @@ class Uploads:
         if self._peers.rank == 0:
             log.warning(
                 "the checkpoint that is saved now is not uploaded to %s: earlier ones are still on their way. "
-                "Save less often, or look at the network.",
+                "Save less often, or look at the network (wait_for_checkpoint() uploads it if no later one was).",
                 self._url,
             )
         return False

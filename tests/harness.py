@@ -39,7 +39,7 @@ DEFAULTS: dict[str, Any] = {
     "intra_op_parallelism": 1,
     "layers": 3,
     "optimizer_from_code": False,
-    "nvme_checkpoint": True,
+    "nvme_checkpoint": True,  # a list: those of each rank
     "load": None,
     "saves": [],
     "until": 0,

@@ -79,6 +79,7 @@ def ds_config(case: dict[str, Any]) -> dict[str, Any]:
         params |= {"betas": [0.9, 0.95], "weight_decay": 0.01}
     elif case["optimizer"] == "Muon":
         params = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.01}
+    options = case["nvme_checkpoint"]
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": case["accumulation"],
@@ -95,7 +96,7 @@ def ds_config(case: dict[str, Any]) -> dict[str, Any]:
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_max_lr": 1e-3}},
         "optimizer": {"type": case["optimizer"], "params": params},
         "steps_per_print": 10**9,
-        "nvme_checkpoint": case["nvme_checkpoint"],
+        "nvme_checkpoint": options[int(os.environ["RANK"])] if isinstance(options, list) else options,
     }
     if case["node_local"]:
         config["checkpoint"] = {"use_node_local_storage": True}

@@ -34,6 +34,8 @@ def command(
     Exit codes: 0 good, 2 different checkpoints, 10 parts are missing, 11 a job saves in --to, 12 corrupt, 14 no space.
     """
     into = to.resolve()
+    if into.exists() and not into.is_dir():
+        raise ConfigError("--to is no folder", path=str(to), hint="name a folder, or one that is to be made")
     sources = [Remote(f) if is_url(f) else _folder(f, into) for f in folders]
     try:
         into.mkdir(parents=True, exist_ok=True)
@@ -73,7 +75,7 @@ def _gather(sources: Sequence[Path | Remote], into: Path, tag: str | None) -> ga
         return gather.gather(sources, into, tag, Options(), show=visible)
     except NoCheckpointError:
         local = [source for source in sources if isinstance(source, Path)]
-        if any(gather.look(source, tag) is not None for source in sources):
+        if any(gather.look(source, tag, []) is not None for source in sources):
             raise
         name, folders = gather_stock.find(local, tag)
     from nvme_resume.zero3 import stock  # slow to import, and rarely needed

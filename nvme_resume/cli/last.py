@@ -23,6 +23,7 @@ def last(folder: Path, as_json: AsJson = False) -> int:
         raise NoCheckpointError(
             "no complete checkpoint here",
             path=str(folder),
+            expected="a folder of checkpoints",
             found="; ".join(f"{e.tag}: {e.problem}" for e in bad) or "nothing",
         )
     problems = {e.tag: e.problem for e in bad}

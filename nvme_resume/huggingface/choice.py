@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nvme_resume import logs
 from nvme_resume.config import Options
+from nvme_resume.errors import CorruptError, NoCheckpointError
 from nvme_resume.huggingface import rotation
 from nvme_resume.nodes.supply import supply
 from nvme_resume.peers import Peers
@@ -37,7 +38,11 @@ def newest_of_all(output_dir: Path, peers: Peers) -> Path | None:
         sound = [of_rank.get(name, "absent") is None for of_rank in found]
         if any(sound) and not all(sound):
             # Nodes with disks of their own: what one lacks another may have.
-            supply(output_dir / name, None, peers, Places(peers), Options(), loose=True)
+            try:
+                supply(output_dir / name, None, peers, Places(peers), Options(), loose=True)
+            except (CorruptError, NoCheckpointError) as error:
+                if peers.rank == 0:
+                    log.warning("%s: %s", output_dir / name, error)
             found = peers.run(lambda: _problems(output_dir), "choice of the checkpoint")
         if all(of_rank.get(name, "absent") is None for of_rank in found):
             break

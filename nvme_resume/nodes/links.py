@@ -18,12 +18,13 @@ from nvme_resume.config import Options
 from nvme_resume.errors import NvmeResumeError, PeerError, ReplacedError
 from nvme_resume.nodes import session
 from nvme_resume.nodes.channel import Channel, Meeting, Node, Pair
+from nvme_resume.nodes.kept import Kept
 from nvme_resume.nodes.messages import Turn
 from nvme_resume.nodes.session import Errand
 from nvme_resume.peers import Peers
 from nvme_resume.places import Place
 from nvme_resume.storage import catalog, records
-from nvme_resume.storage.background import Background, Cancelled, Gate, Task, over
+from nvme_resume.storage.background import Background, Cancelled, Gate, Task, behind, over
 from nvme_resume.storage.catalog import Saved
 from nvme_resume.storage.limit import Limit
 
@@ -59,14 +60,15 @@ class _Link:
 class Links:
     """All that this rank brings to others and gets from them.  Only publishers have any."""
 
-    def __init__(self, options: Options, peers: Peers, training: Gate) -> None:
+    def __init__(self, options: Options, peers: Peers, training: Gate, limit: Limit) -> None:
         self._options = options
         self._peers = peers
         self._training = training
-        self._limit = Limit(options.network_limit_mib)
+        self._limit = limit
         self._links: dict[Pair, _Link] = {}
         self._place: Place | None = None
         self._count = 0
+        self._kept = Kept()
 
     @property
     def wanted(self) -> bool:
@@ -76,6 +78,27 @@ class Links:
     def broken(self) -> list[Pair]:
         """Links of this rank that need a new channel."""
         return [pair for pair, link in self._links.items() if link.channel is None]
+
+    def behind(self) -> bool:
+        """Do too many checkpoints of this rank wait?"""
+        return any(behind(link.tasks) for link in self._links.values())
+
+    def admit(self, *, any_behind: bool) -> bool:
+        """Is what is saved next to be brought?  The same everywhere."""
+        if any_behind and self._peers.rank == 0:
+            log.warning(
+                "the checkpoint that is saved now does not go to other nodes: earlier ones are still on their way. "
+                "Save less often, or look at the network (wait_for_checkpoint() brings it if no later one was)."
+            )
+        return not any_behind
+
+    def brought(self) -> list[int] | None:
+        """What is elsewhere, as far as this rank has to do with it; None: nothing."""
+        return self._kept.brought() if self._links else None
+
+    def agree(self, brought: Sequence[list[int] | None]) -> None:
+        """Keep the newest that is everywhere, not those before it; ``brought``: what every rank's ``brought`` said."""
+        self._kept.agree(brought)
 
     def connect(self, place: Place, broken: Sequence[Pair]) -> None:
         """Be ready to bring what ``place`` saves.  Collective; ``broken``: what any rank's ``broken`` said.
@@ -115,6 +138,8 @@ class Links:
         if place != self._place:
             return  # a folder that all share: the links are those of another one
         self._count += 1
+        if self._links:
+            self._kept.begin(self._count, saved, self._links, loose=loose)
         for link in self._links.values():
             errand = Errand(
                 saved.save_dir,
@@ -181,7 +206,7 @@ class Links:
         for owed, errand in sorted(link.errands.items()):
             if owed <= number:
                 channel.send(Turn(number=owed, tag=errand.tag))
-                if self._serve(link, channel, errand, problems):
+                if self._serve(link, channel, errand, problems, owed):
                     del link.errands[owed]
                 else:  # who has waited for its hashes once does not wait again
                     link.errands[owed] = replace(errand, sealing=False)
@@ -193,9 +218,18 @@ class Links:
         channel.send(Turn(number=None))
         _give_up_old(link, number)
 
-    def _serve(self, link: _Link, channel: Channel, errand: Errand, problems: list[NvmeResumeError]) -> bool:
+    def _serve(
+        self,
+        link: _Link,
+        channel: Channel,
+        errand: Errand,
+        problems: list[NvmeResumeError],
+        number: int | None = None,
+    ) -> bool:
         def serve() -> None:
             session.serve(channel, errand, self._limit, link.work.gate, self._options)
+            if number is not None:
+                self._kept.settle(number, link.pair)
 
         return _settled(serve, errand, f"for {link.there}", problems)
 
@@ -225,14 +259,16 @@ class Links:
             if errand is None:
                 session.refuse(channel)
                 continue
-            fetch = partial(self._fetch, link, channel, errand)
+            fetch = partial(self._fetch, link, channel, errand, said.number if errand is known else None)
             if _settled(fetch, errand, f"from {link.there}", problems) and errand is known:
                 link.errands.pop(said.number, None)
         _give_up_old(link, number)
 
-    def _fetch(self, link: _Link, channel: Channel, errand: Errand) -> None:
+    def _fetch(self, link: _Link, channel: Channel, errand: Errand, number: int | None) -> None:
         start = time.monotonic()
         brought = session.fetch(channel, errand, self._options, link.work.gate, _no_progress)
+        if number is not None:
+            self._kept.settle(number, link.pair)
         self._say(errand, brought, link.there, time.monotonic() - start)
 
     def _say(self, errand: Errand, brought: session.Brought, there: Node, seconds: float) -> None:

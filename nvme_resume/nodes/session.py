@@ -51,6 +51,7 @@ class Errand:
     loose: bool = False  # a Trainer's files beside the tag folder, too
     live: bool = False  # saved by this run
     sealing: bool = False  # just saved: its ranks are writing their hashes
+    doubted: bool = False  # what is here of these parts may be damaged, whatever the sizes say
 
     @property
     def folder(self) -> Path:
@@ -84,8 +85,7 @@ def serve(channel: Channel, errand: Errand, limit: Limit, gate: Gate, options: O
             return Brought(0, 0)
         if errand.sealing:
             _await_seals(errand, gate, options.timeout_seconds)
-        folder = HeldFolder(errand.folder)  # it may be renamed or removed meanwhile
-        undo.callback(folder.close)
+        folder = undo.enter_context(HeldFolder(errand.folder))  # it may be renamed or removed meanwhile
         offer, paths = _offer(folder.path, errand, hello.loose, options)
         channel.send(offer)
         return _answer(channel, paths, limit, gate)
@@ -221,11 +221,12 @@ def _take_in(
         raise CorruptError(f"{said} offers another tag", tag=errand.tag, expected=errand.tag, found=head.tag)
     if head.checkpoint_id != errand.checkpoint_id:
         raise _another(errand, f"with {said}", head)
-    inbox = intake.Intake(errand.save_dir, head, said)
+    if errand.live and not errand.folder.is_dir():
+        raise ReplacedError("the checkpoint was removed meanwhile", tag=errand.tag, path=str(errand.folder))
     nbytes = files = 0
-    try:
+    with intake.Intake(errand.save_dir, head, said) as inbox:
         for rank in errand.ranks:
-            if not inbox.lacks(rank):
+            if not errand.doubted and not inbox.lacks(rank):
                 continue
             if rank not in offer.ranks:
                 raise NoCheckpointError(f"{said} does not have this rank's part", rank=rank, tag=head.tag)
@@ -241,14 +242,12 @@ def _take_in(
                 files += 1
             inbox.finish_rank(rank, of_rank)
         inbox.publish(latest=latest)
-        loose = _loose_needs(offer, errand, said)
-        for need in loose:
-            arrival = intake.Arrival(errand.save_dir, need, said, errand.tag)
-            nbytes += _ask_for(channel, f"../{need.relative}", need, arrival, gate, progress)
-            files += 1
-        commit.sync_all([], {(errand.save_dir / need.relative).parent for need in loose})
-    finally:
-        inbox.close()
+    loose = _loose_needs(offer, errand, said)
+    for need in loose:
+        arrival = intake.Arrival(errand.save_dir, need, said, errand.tag)
+        nbytes += _ask_for(channel, f"../{need.relative}", need, arrival, gate, progress)
+        files += 1
+    commit.sync_all([], {(errand.save_dir / need.relative).parent for need in loose})
     return Brought(nbytes, files)
 
 
@@ -347,7 +346,7 @@ def _both_know(channel: Channel, errand: Errand) -> Iterator[None]:
         raise
     except Exception as error:
         known = errors.of(error, f"{errand.tag} from node to node")
-        if errand.replaced and not isinstance(known, ReplacedError):
+        if errand.live and errand.replaced and not isinstance(known, ReplacedError):
             known = ReplacedError(
                 "the tag was saved again meanwhile", tag=errand.tag, path=str(errand.folder)
             )
@@ -358,11 +357,14 @@ def _both_know(channel: Channel, errand: Errand) -> Iterator[None]:
         raise known from error
 
 
-def _another(errand: Errand, where: str, found: Manifest) -> ReplacedError:
-    return ReplacedError(
+def _another(errand: Errand, where: str, found: Manifest) -> NvmeResumeError:
+    """Of this run: the tag was saved again.  Of another: the tag is nothing that names one checkpoint."""
+    kind = ReplacedError if errand.live else NoCheckpointError
+    return kind(
         f"another checkpoint has that tag {where} now",
         tag=errand.tag,
         path=str(errand.folder),
         expected=errand.checkpoint_id,
         found=found.checkpoint_id,
+        hint=None if errand.live else "remove the folder that belongs to another run",
     )

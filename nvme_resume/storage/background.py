@@ -22,6 +22,7 @@ Cancelled = _native.Cancelled
 
 _CANCEL_SECONDS = 10.0
 _BREATH_SECONDS = 0.005
+_MOST_WAITING = 2
 
 
 class Gate:
@@ -108,7 +109,7 @@ class Task:
     def __init__(
         self,
         what: str,
-        work: Callable[[], None],
+        work: Callable[[], object],
         exit_seconds: float,
         *,
         awaited: bool = False,
@@ -156,6 +157,11 @@ def over(tasks: Sequence[Task], seconds: float) -> bool:
     return True
 
 
+def behind(tasks: Sequence[Task]) -> bool:
+    """Are so many under way that one more would only wait, and keep a checkpoint from being removed?"""
+    return sum(not task.wait(0) for task in tasks) > _MOST_WAITING
+
+
 def _nothing() -> None:
     return
 
@@ -174,7 +180,7 @@ class Background:
     def submit(
         self,
         what: str,
-        work: Callable[[], None],
+        work: Callable[[], object],
         exit_seconds: float,
         *,
         awaited: bool = False,

@@ -1,7 +1,8 @@
 """The one seam to the file system for everything but bulk bytes (those are the native copier's).
 
 ``disk`` is the real thing; tests put a failing one in its place with ``replaced``.  Methods raise OSError and
-never retry: a failed fsync means the kernel may have dropped the data, and asking again would say "fine".
+never retry (but for removals): a failed fsync means the kernel may have dropped the data, and asking again would say
+"fine".
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _FICLONE = 0x40049409
+_REMOVALS = 10
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ class Disk:
         """rm -r of a folder or a file; one that is already gone is fine."""
         with contextlib.suppress(FileNotFoundError):
             if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
+                _remove_folder(path)
             else:
                 path.unlink()
 
@@ -190,6 +192,19 @@ class Disk:
         """Bytes an unprivileged process may still write on the file system of ``path``."""
         info = os.statvfs(path)
         return info.f_bavail * info.f_frsize
+
+
+def _remove_folder(path: Path) -> None:
+    """Again where files came or went meanwhile: the hashes of a checkpoint may be written while it is removed."""
+    for _ in range(_REMOVALS):
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+                raise
+        if not path.exists():
+            return
+    raise OSError(errno.ENOTEMPTY, "somebody adds files to it", str(path))
 
 
 disk: Disk = Disk()

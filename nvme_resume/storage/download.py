@@ -138,17 +138,14 @@ def fetch(remote: Remote, head: Manifest, ranks: Sequence[int], into: Path, opti
     Raises CorruptError (what is there is not what was saved), NoCheckpointError, NoSpaceError, StorageError, OSError;
     what had arrived stays for the next time.
     """
-    inbox = Intake(into, head, remote.url)
-    try:
+    with Intake(into, head, remote.url) as inbox:
         nbytes = bring(remote, head, ranks, inbox, options)
         inbox.publish(latest=False)
-    finally:
-        inbox.close()
     return nbytes
 
 
 def bring(remote: Remote, head: Manifest, ranks: Sequence[int], inbox: Intake, options: Options) -> int:
-    """The same into a folder that takes in more than this; the caller publishes and closes it."""
+    """The same into a folder that takes in more than this; the caller publishes it."""
     return asyncio.run(_fetch(remote.at(head.tag), head, ranks, inbox, options))
 
 

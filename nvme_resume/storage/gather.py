@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from nvme_resume import layout
+from nvme_resume import layout, logs
 from nvme_resume.config import Options
 from nvme_resume.errors import ConfigError, CorruptError, NoCheckpointError
 from nvme_resume.manifest import Manifest, same_checkpoint
@@ -19,6 +19,8 @@ from nvme_resume.storage import catalog, commit, download, records, seal, transf
 from nvme_resume.storage import disk as seam
 from nvme_resume.storage.intake import Intake
 from nvme_resume.storage.remote import Remote
+
+log = logs.logger
 
 
 class Part(NamedTuple):
@@ -42,23 +44,38 @@ class Gathered(NamedTuple):
     moved: int
 
 
-def look(source: Path | Remote, tag: str | None) -> Part | None:
+def look(source: Path | Remote, tag: str | None, damaged: list[CorruptError]) -> Part | None:
     """The part of ``tag`` (default: the newest step) in a save folder; None where it has none.
 
-    Raises CorruptError; StorageError when a URL does not answer.
+    What is damaged is none, and is added to ``damaged``.  Raises StorageError when a URL does not answer.
     """
-    if isinstance(source, Remote):
-        there = download.look(source, tag)
-        return None if there is None else Part(source, there.head, there.ranks)
-    names = catalog.tags(source) if tag is None else [tag]
-    found = [_part(source, name) for name in names if records.has_manifest(source / name)]
+    found: list[Part] = []
+    names: Sequence[str | None] = (
+        [tag] if tag is not None or isinstance(source, Remote) else catalog.tags(source)
+    )
+    for name in names:
+        try:
+            part = _part(source, name)
+        except CorruptError as error:
+            error.hint = "every node has the same manifest of a checkpoint: copy that of another"
+            damaged.append(error)
+            continue
+        found += [] if part is None else [part]
     return max(found, key=lambda part: part.head.global_steps, default=None)
 
 
-def _part(source: Path, tag: str) -> Part:
-    head = records.read_manifest(source / tag)
-    there = [r for r in range(head.world_size) if (source / tag / layout.rank_record(r)).is_file()]
-    return Part(source, head, tuple(there))
+def _part(source: Path | Remote, tag: str | None) -> Part | None:
+    if isinstance(source, Remote):
+        there = download.look(source, tag)
+        return None if there is None else Part(source, there.head, there.ranks)
+    folder = source / str(tag)
+    if not records.has_manifest(folder):
+        return None
+    head = records.read_manifest(folder)
+    if head.tag != tag:
+        raise CorruptError("it holds another tag", path=str(folder), expected=tag, found=head.tag)
+    ranks = [r for r in range(head.world_size) if (folder / layout.rank_record(r)).is_file()]
+    return Part(source, head, tuple(ranks))
 
 
 def gather(
@@ -70,14 +87,50 @@ def gather(
     CorruptError for a file that is not what was saved, NoSpaceError, StorageError, or OSError; then nothing new has
     appeared in ``into``, and what had come in part is gone on with the next time.
     """
-    parts = [part for source in sources if (part := look(source, tag)) is not None]
+    head, parts = _choose(sources, tag)
+    target = into / head.tag
+    moved = 0
+    there = look(into, head.tag, [])
+    if there is not None and not same_checkpoint(there.head, head):
+        raise ConfigError(
+            "another checkpoint has that tag in the target",
+            tag=head.tag,
+            path=str(target),
+            expected=head.checkpoint_id,
+            found=there.head.checkpoint_id,
+            hint="gather into an empty folder",
+        )
+    if there is None or catalog.look(into, head.tag).problem is not None:
+        moved = _bring(parts, into, head, options, show=show)
+        present = catalog.look(into, head.tag)
+        if present.problem is not None:
+            raise CorruptError(
+                f"not complete after all parts came: {present.problem}",
+                tag=head.tag,
+                path=str(target),
+                hint="gather into an empty folder",
+            )
+    moved += beside([part.source for part in parts], into, head.tag, options)
+    return Gathered(target, head.tag, head.global_steps, head.world_size, moved)
+
+
+def _choose(sources: Sequence[Path | Remote], tag: str | None) -> tuple[Manifest, list[Part]]:
+    """Which checkpoint, and the parts there are of it."""
+    if tag is not None and not layout.valid_tag(tag):
+        raise ConfigError("not a usable tag", tag=tag, expected="one plain folder name")
+    damaged: list[CorruptError] = []
+    parts = [part for source in sources if (part := look(source, tag, damaged)) is not None]
+    if not parts and damaged:
+        raise damaged[0]
     if not parts:
         raise NoCheckpointError(
             "no checkpoint of nvme_resume in any of the folders", tag=tag, path=", ".join(map(_name, sources))
         )
+    for problem in damaged:
+        log.warning("left out: %s", problem)
     head = max((p.head for p in parts), key=lambda h: h.global_steps)
     # The newest of one node may be older than that of another.
-    parts = [part for source in sources if (part := look(source, head.tag)) is not None]
+    parts = [part for source in sources if (part := look(source, head.tag, [])) is not None]
     for part in parts:
         if not same_checkpoint(part.head, head):
             raise ConfigError(
@@ -88,53 +141,44 @@ def gather(
                 found=part.head.checkpoint_id,
                 hint="leave out the folder that belongs to another run, or name an older --tag",
             )
-    target = into / head.tag
-    present = look(into, head.tag)
-    if present is not None and not same_checkpoint(present.head, head):
-        raise ConfigError(
-            "another checkpoint has that tag in the target",
-            tag=head.tag,
-            path=str(target),
-            expected=head.checkpoint_id,
-            found=present.head.checkpoint_id,
-            hint="gather into an empty folder",
-        )
-    moved = 0
-    if present is None or catalog.look(into, head.tag).problem is not None:
-        moved = _bring(parts, into, head, options, show=show)
-    moved += beside([part.source for part in parts], into, head.tag, options)
-    return Gathered(target, head.tag, head.global_steps, head.world_size, moved)
+    return head, parts
 
 
 def _bring(parts: Sequence[Part], into: Path, head: Manifest, options: Options, *, show: bool) -> int:
-    inbox = Intake(into, head, "the folders that are gathered")
-    try:
-        missing = [rank for rank in range(head.world_size) if inbox.lacks(rank)]
-        order = sorted(
-            parts, key=lambda part: isinstance(part.source, Remote)
-        )  # this machine's folders first
-        holders = _holders(missing, order, head)
-        moved = 0
-        for part in order:
-            ranks = [rank for rank, holder in holders.items() if holder is part]
-            if isinstance(part.source, Remote):
-                moved += download.bring(part.source, head, ranks, inbox, options)
-                continue
-            for rank in ranks:
-                moved += _rank(part.source / head.tag, rank, head, inbox, options, show=show)
+    with Intake(into, head, "the folders that are gathered") as inbox:
+        try:
+            moved = _fill(inbox, parts, head, options, show=show)
+        except (CorruptError, NoCheckpointError):
+            inbox.discard()
+            raise
         inbox.publish(latest=catalog.deserves_latest(into, head.global_steps))
-    except (CorruptError, NoCheckpointError):
-        inbox.discard()
-        raise
-    finally:
-        inbox.close()
     return moved
 
 
-def _holders(missing: Sequence[int], parts: Sequence[Part], head: Manifest) -> dict[int, Part]:
-    """Who gives which rank.  NoCheckpointError naming the ranks nobody has."""
-    holders = {rank: part for part in reversed(parts) for rank in part.ranks if rank in missing}
-    if nobody := [rank for rank in missing if rank not in holders]:
+def _fill(inbox: Intake, parts: Sequence[Part], head: Manifest, options: Options, *, show: bool) -> int:
+    missing = [rank for rank in range(head.world_size) if inbox.lacks(rank)]
+    _refuse_lost(missing, parts, head)
+    problems: dict[int, CorruptError] = {}
+    moved = 0
+    # This machine's folders first; where a part turns out damaged, the next one that has it.
+    for part in sorted(parts, key=lambda part: isinstance(part.source, Remote)):
+        for rank in [rank for rank in part.ranks if rank in missing]:
+            try:
+                moved += _rank(part, rank, inbox, options, show=show)
+            except CorruptError as error:
+                problems[rank] = error
+                continue
+            missing.remove(rank)
+            if rank in problems:
+                log.warning("the part of rank %d came from %s instead; %s", rank, part, problems[rank])
+    if missing:
+        raise problems[missing[0]]
+    return moved
+
+
+def _refuse_lost(missing: Sequence[int], parts: Sequence[Part], head: Manifest) -> None:
+    """NoCheckpointError naming the ranks nobody has."""
+    if nobody := [rank for rank in missing if not any(rank in part.ranks for part in parts)]:
         hosts = sorted({entry.host for entry in head.ranks if entry.rank in nobody})
         raise NoCheckpointError(
             f"nobody has the files of ranks {nobody}",
@@ -142,15 +186,17 @@ def _holders(missing: Sequence[int], parts: Sequence[Part], head: Manifest) -> d
             path=", ".join(map(str, parts)),
             hint=f"bring the folder of {', '.join(hosts)}",
         )
-    return holders
 
 
-def _rank(source: Path, rank: int, head: Manifest, inbox: Intake, options: Options, *, show: bool) -> int:
-    """One rank's part from a folder on this machine."""
-    of_rank = seal.read_rank(source, head, rank, options, show=show)
+def _rank(part: Part, rank: int, inbox: Intake, options: Options, *, show: bool) -> int:
+    """One rank's part; bytes that came."""
+    if isinstance(part.source, Remote):
+        return download.bring(part.source, part.head, [rank], inbox, options)
+    folder = part.source / part.head.tag
+    of_rank = seal.read_rank(folder, part.head, rank, options, show=show)
     needs = inbox.needs(rank, of_rank, options)
     inbox.make_room(needs)
-    nbytes = inbox.copy(rank, source, needs, options, show=show)
+    nbytes = inbox.copy(rank, folder, needs, options, show=show)
     inbox.finish_rank(rank, of_rank)
     return nbytes
 

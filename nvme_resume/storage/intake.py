@@ -9,6 +9,7 @@ file that is there in part, everything before the first bad chunk stays.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,8 +18,8 @@ import xxhash
 
 from nvme_resume import layout
 from nvme_resume.config import Options
-from nvme_resume.errors import CorruptError, NoCheckpointError
-from nvme_resume.manifest import FileSeal, Manifest, same_checkpoint
+from nvme_resume.errors import CorruptError, NoCheckpointError, NvmeResumeError
+from nvme_resume.manifest import FileSeal, Manifest, RankRecord, Record, same_checkpoint
 from nvme_resume.storage import catalog, commit, records, room, transfer, verify
 from nvme_resume.storage import disk as seam
 from nvme_resume.storage.seal import HeldFolder
@@ -78,7 +79,8 @@ class Arrival:
 class Intake:
     """What one save folder takes in of one checkpoint.
 
-    ``head``: its manifest, as the folder has it or as the sender told it.  By whoever owns the folder.
+    ``head``: its manifest, as the folder has it or as the sender told it.  By whoever owns the folder.  A context
+    manager that lets go of the folder; what is there in part stays, for the next time.
     """
 
     def __init__(self, save_dir: Path, head: Manifest, said: str) -> None:
@@ -86,33 +88,54 @@ class Intake:
         self._save_dir = save_dir
         self._head = head
         self._said = said
-        self._held: HeldFolder | None = None
         self._staging = layout.staging(head.tag, head.checkpoint_id)
         self._target = save_dir / head.tag
-        if self._target.is_dir():
-            self._held = HeldFolder(self._target)  # it may be replaced or removed meanwhile
+        self._held = self._hold()
+        if self._held is not None:
             self.folder = self._held.path
-            try:
-                self._refuse_another()
-            except BaseException:
-                self._held.close()
-                raise
         else:
             self.folder = save_dir / self._staging
             catalog.under_way.add(self.folder)
             seam.current().make_folder(self.folder / layout.RECORDS)
 
-    def _refuse_another(self) -> None:
-        found = records.read_manifest(self.folder)
-        if not same_checkpoint(found, self._head):
-            raise NoCheckpointError(
-                f"another checkpoint than that of {self._said} has this tag",
-                tag=self._head.tag,
-                path=str(self._target),
-                expected=self._head.checkpoint_id,
-                found=found.checkpoint_id,
-                hint="remove the folder that belongs to another run",
-            )
+    def _hold(self) -> HeldFolder | None:
+        """The checkpoint, which may be replaced or removed meanwhile.  None: it is to be made here.
+
+        Also where its manifest is damaged or missing: that is no checkpoint any more, and the new one takes its place.
+        """
+        if not self._target.is_dir():
+            return None
+        with contextlib.ExitStack() as undo:
+            held = undo.enter_context(HeldFolder(self._target))
+            try:
+                found = records.read_manifest(held.path)
+            except CorruptError as error:
+                if _is_left_of(held.path, self._head):
+                    return None
+                held.say_where(error)
+                raise self._another(str(error)) from error
+            if not same_checkpoint(found, self._head):
+                raise self._another(found.checkpoint_id)
+            undo.pop_all()
+            return held
+
+    def _another(self, found: str) -> NoCheckpointError:
+        return NoCheckpointError(
+            f"another checkpoint than that of {self._said} has this tag",
+            tag=self._head.tag,
+            path=str(self._target),
+            expected=self._head.checkpoint_id,
+            found=found,
+            hint="remove the folder that belongs to another run",
+        )
+
+    def __enter__(self) -> Intake:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._held is not None:
+            self._held.__exit__(kind, error, trace)
+        catalog.under_way.discard(self._save_dir / self._staging)
 
     def lacks(self, rank: int) -> bool:
         """Is a rank's part not (all) here?  By records and sizes."""
@@ -128,7 +151,7 @@ class Intake:
         tag, seal = self._head.tag, of_rank.seal
         if seal is None:
             raise NoCheckpointError(f"{self._said} has no hashes of this part yet", rank=rank, tag=tag)
-        records.check_rank(Path(self._said), self._head, rank, of_rank)
+        records.check_rank(f"{self._said}/{tag}", self._head, rank, of_rank)
         for name, known in seal.files.items():
             verify.path_of(self.folder, name, rank=rank, tag=tag)
             if not _consistent(known):
@@ -182,8 +205,15 @@ class Intake:
             layout.rank_record(rank): of_rank.record,
         }
         for name, item in late.items():
-            if item is not None and not (self.folder / name).exists():
+            if item is not None and not self._holds(name, item):
                 records.write_late(self.folder, name, item)
+
+    def _holds(self, name: str, item: Record) -> bool:
+        """Is that record here, and not a damaged one?"""
+        try:
+            return records.read(self.folder, name, type(item)) == item
+        except CorruptError:
+            return False
 
     def publish(self, *, latest: bool) -> None:
         """Where there was no such checkpoint: it appears, whole.  OSError."""
@@ -195,11 +225,21 @@ class Intake:
         if self._held is None:
             commit.discard(self._save_dir, self._staging, self._head.checkpoint_id)
 
-    def close(self) -> None:
-        """Let go of the folder.  What is there in part stays, for the next time."""
-        if self._held is not None:
-            self._held.close()
-        catalog.under_way.discard(self._save_dir / self._staging)
+
+def _is_left_of(folder: Path, head: Manifest) -> bool:
+    """Is a folder without a readable manifest nothing but the remains of that checkpoint?
+
+    Not where a record says otherwise, nor where plain DeepSpeed, which has no records, may have saved.
+    """
+    records_there = [p for p in (folder / layout.RECORDS).glob("rank*.json") if p.name.count(".") == 1]
+    ids = set()
+    for path in records_there:
+        with contextlib.suppress(NvmeResumeError):
+            ids.add(records.read(folder, f"{layout.RECORDS}/{path.name}", RankRecord).checkpoint_id)
+    if ids:
+        return ids == {head.checkpoint_id}
+    ours = bool(records_there) or os.path.lexists(folder / layout.manifest())
+    return ours or not any(folder.glob("*_states.pt"))
 
 
 def missing(folder: Path, files: Mapping[str, FileSeal], options: Options) -> list[Need]:

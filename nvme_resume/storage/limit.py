@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 from nvme_resume.storage.background import Gate
@@ -13,12 +14,14 @@ class Limit:
     def __init__(self, mib_per_second: float) -> None:
         self._rate = mib_per_second * (1 << 20)
         self._free_at = time.monotonic()
+        self._mutex = threading.Lock()
 
     def spend(self, nbytes: int, gate: Gate) -> None:
         """Wait until so much may go."""
         if not self._rate:
             return
-        self._free_at = max(self._free_at, time.monotonic()) + nbytes / self._rate
-        while (left := self._free_at - time.monotonic()) > 0:
+        with self._mutex:
+            mine = self._free_at = max(self._free_at, time.monotonic()) + nbytes / self._rate
+        while (left := mine - time.monotonic()) > 0:
             gate.check()
             time.sleep(min(left, 0.1))

@@ -123,8 +123,8 @@ def read_rank(folder: Path, head: Manifest, rank: int) -> OfRank:
     return found
 
 
-def check_rank(folder: Path, head: Manifest, rank: int, of_rank: OfRank) -> None:
-    """CorruptError unless these are the records that the manifest means; ``folder`` is where they came from."""
+def check_rank(folder: Path | str, head: Manifest, rank: int, of_rank: OfRank) -> None:
+    """CorruptError unless these are the records that the manifest means; ``folder`` (or URL): where they came from."""
     entry = head.ranks[rank]
     record, seal, extras = of_rank
     sealed = [] if seal is None else [(layout.seal(rank), seal)]
@@ -138,7 +138,7 @@ def check_rank(folder: Path, head: Manifest, rank: int, of_rank: OfRank) -> None
                 "record belongs to another checkpoint",
                 rank=rank,
                 tag=head.tag,
-                path=str(folder / relative),
+                path=f"{folder}/{relative}",
                 expected=expected,
                 found=found,
                 hint="load an older tag of the same folder by its name",
@@ -154,7 +154,7 @@ def check_rank(folder: Path, head: Manifest, rank: int, of_rank: OfRank) -> None
                 "record belongs to another rank or checkpoint",
                 rank=rank,
                 tag=head.tag,
-                path=str(folder / relative),
+                path=f"{folder}/{relative}",
                 expected=f"rank {rank} of {head.checkpoint_id}",
                 found=f"rank {item.rank} of {item.checkpoint_id}",
             )
@@ -163,8 +163,8 @@ def check_rank(folder: Path, head: Manifest, rank: int, of_rank: OfRank) -> None
             "record and manifest disagree on tag or world size",
             rank=rank,
             tag=head.tag,
-            path=str(folder / layout.rank_record(rank)),
+            path=f"{folder}/{layout.rank_record(rank)}",
             expected=f"{head.tag} of {head.world_size} ranks",
             found=f"{record.tag} of {record.world_size} ranks",
         )
-    integrity.check(record, seal, extras, str(folder / layout.rank_record(rank)))
+    integrity.check(record, seal, extras, f"{folder}/{layout.rank_record(rank)}")

@@ -39,6 +39,24 @@ class HeldFolder:
         """Let go of it."""
         os.close(self._descriptor)
 
+    def __enter__(self) -> HeldFolder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Errors name the folder, not the descriptor it is held by."""
+        if isinstance(error, NvmeResumeError | OSError):
+            self.say_where(error)
+        self.close()
+
+    def say_where(self, error: NvmeResumeError | OSError) -> None:
+        """Name the folder in an error."""
+        held, folder = str(self.path), str(self.path.resolve())
+        if isinstance(error, OSError):
+            if isinstance(error.filename, str):
+                error.filename = error.filename.replace(held, folder, 1)
+        elif error.path is not None:
+            error.path = error.path.replace(held, folder, 1)
+
 
 def take(
     folder: Path,
@@ -114,7 +132,7 @@ def add(
         seal = take(folder.path, record, options, known=known, gate=gate, committed=True)
         records.write_late(folder.path, layout.seal(record.rank), seal)
     except (NvmeResumeError, OSError) as error:
-        _say_where(error, folder.path)
+        folder.say_where(error)
         # Is somebody removing the folder, file by file?  Then the manifest goes, too, in a moment.
         deadline = time.monotonic() + _DELETION_SECONDS
         while folder.is_checkpoint():
@@ -123,12 +141,3 @@ def add(
             time.sleep(0.1)
     finally:
         folder.close()
-
-
-def _say_where(error: NvmeResumeError | OSError, held: Path) -> None:
-    """Name the folder in an error, not the descriptor it is held by."""
-    if isinstance(error, OSError):
-        if isinstance(error.filename, str):
-            error.filename = error.filename.replace(str(held), str(held.resolve()), 1)
-    elif error.path is not None:
-        error.path = error.path.replace(str(held), str(held.resolve()), 1)

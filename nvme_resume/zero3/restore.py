@@ -20,7 +20,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 
 from nvme_resume import compat, logs, plan
 from nvme_resume.config import Options
-from nvme_resume.errors import IncompatibleError
+from nvme_resume.errors import CorruptError, IncompatibleError
 from nvme_resume.manifest import MASTER, Extras, FileSeal, RankRecord
 from nvme_resume.storage import seal, transfer, verify
 from nvme_resume.storage.background import Background, Gate
@@ -286,7 +286,12 @@ class Restore:
 
     def _verify(self, path: Path, known: FileSeal, rank: int, gate: Gate) -> None:
         (found,) = transfer.run([transfer.Copy(path)], self.options, what="verify", sync=False, gate=gate)
-        verify.compare(path, known, found, rank=rank, tag=self.checkpoint.tag)
+        try:
+            verify.compare(path, known, found, rank=rank, tag=self.checkpoint.tag)
+        except CorruptError as error:
+            if self.world_size > 1:
+                error.hint = f'{error.hint}, or load it with "verify": "full": then a good copy of another node is used'
+            raise
 
     def seal_behind(self, work: Background) -> None:
         """Give the hashes to a checkpoint whose saver died, or went on, before they were written."""

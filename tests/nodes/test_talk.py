@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from nvme_resume.config import Options
-from nvme_resume.errors import NvmeResumeError, PeerError, ReplacedError
+from nvme_resume.errors import NoCheckpointError, NvmeResumeError, PeerError, ReplacedError
 from nvme_resume.nodes import session
 from nvme_resume.nodes.channel import Channel, Meeting, Node
 from nvme_resume.nodes.messages import Ask, Hello, Message, Offer, Sent, Told, Turn
@@ -56,8 +56,8 @@ def both(one: Callable[[], Any], two: Callable[[], Any]) -> list[Any]:
         return list(pool.map(outcome, (one, two)))
 
 
-def errand(folder: Path, checkpoint_id: str, *ranks: int) -> Errand:
-    return Errand(folder.parent, folder.name, checkpoint_id, ranks or (0, 1), live=True)
+def errand(folder: Path, checkpoint_id: str, *ranks: int, live: bool = True) -> Errand:
+    return Errand(folder.parent, folder.name, checkpoint_id, ranks or (0, 1), live=live)
 
 
 def serve(channel: Channel, wanted: Errand) -> Any:
@@ -83,15 +83,34 @@ def test_both_ends_know_how_it_went(tmp_path: Path, ends: Ends) -> None:
     target = tmp_path / "two" / source.name
     target.parent.mkdir()
     saved = records.read_manifest(source).checkpoint_id
-    for found in both(
-        lambda: serve(ends[0], errand(source, saved, 1)), lambda: fetch(ends[1], errand(target, saved))
-    ):
+    wanted = errand(target, saved, live=False)
+    for found in both(lambda: serve(ends[0], errand(source, saved, 1)), lambda: fetch(ends[1], wanted)):
         assert isinstance(found, NvmeResumeError) and "does not have this rank's part" in str(found)
-    sent, came = both(
-        lambda: serve(ends[0], errand(source, saved)), lambda: fetch(ends[1], errand(target, saved))
-    )
+    sent, came = both(lambda: serve(ends[0], errand(source, saved)), lambda: fetch(ends[1], wanted))
     assert sent.nbytes == came.nbytes > test_remote.BIG
     audit.check(target, "full")
+
+
+def test_what_was_removed_does_not_come_back_in_part(tmp_path: Path, ends: Ends) -> None:
+    """A checkpoint of this run that somebody removed on one node before its transfer."""
+    source = test_remote.make(tmp_path / "one")
+    target = tmp_path / "two" / source.name
+    target.parent.mkdir()
+    saved = records.read_manifest(source).checkpoint_id
+    found = both(lambda: serve(ends[0], errand(source, saved)), lambda: fetch(ends[1], errand(target, saved)))
+    assert [type(f) for f in found] == [ReplacedError, ReplacedError], found
+    assert list(target.parent.iterdir()) == []
+
+
+def test_another_runs_checkpoint_is_not_called_saved_again(tmp_path: Path, ends: Ends) -> None:
+    source, target = (test_remote.make(tmp_path / name) for name in ("one", "two"))
+    saved = records.read_manifest(source).checkpoint_id
+    other = records.read_manifest(target).model_copy(update={"checkpoint_id": "f" * 12})
+    (target / "nvme_resume/manifest.json").unlink()
+    records.write(target, "nvme_resume/manifest.json", other)
+    wanted = errand(target, saved, live=False)
+    for found in both(lambda: serve(ends[0], errand(source, saved)), lambda: fetch(ends[1], wanted)):
+        assert type(found) is NoCheckpointError and "belongs to another run" in str(found), found
 
 
 @pytest.mark.parametrize("side", [0, 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -15,7 +16,8 @@ from nvme_resume.errors import CorruptError, NoSpaceError, NvmeResumeError
 from nvme_resume.manifest import FileRecord, RankRecord, Seal
 from nvme_resume.storage import disk as seam
 from nvme_resume.storage import records, seal, transfer
-from nvme_resume.storage.background import Background
+from nvme_resume.storage.background import Background, Cancelled, Gate
+from nvme_resume.storage.limit import Limit
 
 pytestmark = pytest.mark.alone
 
@@ -176,3 +178,38 @@ def test_work_that_never_began_gives_back_what_it_uses() -> None:
     threading.Timer(0.3, hold.set).start()
     work.close()
     assert second.wait(5) and seen == ["end"]
+
+
+def test_a_limit_holds_for_all_that_share_it() -> None:
+    """Two threads together, and a closed gate ends the wait."""
+    limit, gate = Limit(16.0), Gate()
+    start = time.monotonic()
+    threads = [threading.Thread(target=limit.spend, args=(2 << 20, gate)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - start >= 0.49
+    gate.close()
+    with pytest.raises(Cancelled):
+        Limit(0.001).spend(1 << 20, gate)
+
+
+def test_a_folder_goes_while_somebody_adds_to_it(tmp_path: Path) -> None:
+    """The hashes of a checkpoint may come in while it is removed: a temporary name appears and goes."""
+
+    folder = tmp_path / "ck"
+    removed = shutil.rmtree
+    turns = iter([FileNotFoundError(errno.ENOENT, "gone"), OSError(errno.ENOTEMPTY, "not empty")])
+
+    def rmtree(path: Path) -> None:
+        for error in turns:
+            raise error
+        removed(path)
+
+    folder.mkdir()
+    (folder / "file").write_text("")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", rmtree)
+        seam.current().remove_tree(folder)
+    assert not folder.exists()
