@@ -8,6 +8,7 @@ with its hash when it comes, so a wrong one is noticed at once, and a transfer t
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from nvme_resume.storage.seal import HeldFolder, read_rank
 _POLL_SECONDS = 0.05
 _WINDOW_BYTES = 16 * CHUNK_BYTES  # what is asked for at once
 Progress = Callable[[int], None]
+_loose_mutex = threading.Lock()  # several nodes may bring the same files beside a tag folder
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Errand:
     checkpoint_id: str  # of this save: a tag may be saved again meanwhile
     ranks: tuple[int, ...]
     loose: bool = False  # a Trainer's files beside the tag folder, too
+    new: bool = False  # it may be missing here altogether; whoever fetches publishes it
     live: bool = False  # saved by this run
     sealing: bool = False  # just saved: its ranks are writing their hashes
     doubted: bool = False  # what is here of these parts may be damaged, whatever the sizes say
@@ -65,10 +68,11 @@ class Errand:
 
 
 class Brought(NamedTuple):
-    """Bytes that were moved, in how many files."""
+    """Bytes that were moved, in how many files, and the manifest of the checkpoint."""
 
     nbytes: int
     files: int
+    head: Manifest | None = None
 
 
 # ---- the sender ----
@@ -178,24 +182,15 @@ def _answer(channel: Channel, paths: Mapping[str, Path], limit: Limit, gate: Gat
 # ---- the receiver ----
 
 
-def fetch(
-    channel: Channel,
-    errand: Errand,
-    options: Options,
-    gate: Gate,
-    progress: Progress,
-    *,
-    latest: bool = False,
-) -> Brought:
+def fetch(channel: Channel, errand: Errand, options: Options, gate: Gate, progress: Progress) -> Brought:
     """Take in what the other side offers and ``errand`` asks for; what came.
 
-    ``latest``: should a checkpoint that was not here at all be named by ``latest``?  Raises what went wrong on either
-    side: then the other side knows, unless it is a PeerError.  What had arrived stays.
+    Raises what went wrong on either side: then the other side knows, unless it is a PeerError.  What had arrived stays.
     """
     with _both_know(channel, errand):
         channel.send(Hello(loose=catalog.beside(errand.save_dir, errand.tag) if errand.loose else None))
         offer = _hear(channel, Offer)
-        brought = _take_in(channel, offer, errand, options, gate, progress, latest=latest)
+        brought = _take_in(channel, offer, errand, options, gate, progress)
         channel.send(Ask(done=True))
         return brought
 
@@ -206,14 +201,7 @@ def refuse(channel: Channel) -> None:
 
 
 def _take_in(
-    channel: Channel,
-    offer: Offer,
-    errand: Errand,
-    options: Options,
-    gate: Gate,
-    progress: Progress,
-    *,
-    latest: bool,
+    channel: Channel, offer: Offer, errand: Errand, options: Options, gate: Gate, progress: Progress
 ) -> Brought:
     said = str(channel.there)
     head = _decode(Manifest, offer.head, said)
@@ -221,10 +209,10 @@ def _take_in(
         raise CorruptError(f"{said} offers another tag", tag=errand.tag, expected=errand.tag, found=head.tag)
     if head.checkpoint_id != errand.checkpoint_id:
         raise _another(errand, f"with {said}", head)
-    if errand.live and not errand.folder.is_dir():
+    if not errand.new and not errand.folder.is_dir():
         raise ReplacedError("the checkpoint was removed meanwhile", tag=errand.tag, path=str(errand.folder))
     nbytes = files = 0
-    with intake.Intake(errand.save_dir, head, said) as inbox:
+    with intake.Intake(errand.save_dir, head, said, new=errand.new) as inbox:
         for rank in errand.ranks:
             if not errand.doubted and not inbox.lacks(rank):
                 continue
@@ -241,14 +229,14 @@ def _take_in(
                 nbytes += _ask_for(channel, need.relative, need, arrival, gate, progress)
                 files += 1
             inbox.finish_rank(rank, of_rank)
-        inbox.publish(latest=latest)
-    loose = _loose_needs(offer, errand, said)
-    for need in loose:
-        arrival = intake.Arrival(errand.save_dir, need, said, errand.tag)
-        nbytes += _ask_for(channel, f"../{need.relative}", need, arrival, gate, progress)
-        files += 1
-    commit.sync_all([], {(errand.save_dir / need.relative).parent for need in loose})
-    return Brought(nbytes, files)
+    with _loose_mutex:
+        loose = _loose_needs(offer, errand, said)
+        for need in loose:
+            arrival = intake.Arrival(errand.save_dir, need, said, errand.tag)
+            nbytes += _ask_for(channel, f"../{need.relative}", need, arrival, gate, progress)
+            files += 1
+        commit.sync_all([], {(errand.save_dir / need.relative).parent for need in loose})
+    return Brought(nbytes, files, head)
 
 
 def _loose_needs(offer: Offer, errand: Errand, said: str) -> list[Need]:

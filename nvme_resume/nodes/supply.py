@@ -20,6 +20,7 @@ from tqdm import tqdm
 from nvme_resume import layout, logs
 from nvme_resume.config import Options
 from nvme_resume.errors import CorruptError, NoCheckpointError, NvmeResumeError
+from nvme_resume.manifest import Manifest
 from nvme_resume.nodes import inventory, session
 from nvme_resume.nodes.channel import Channel, Meeting
 from nvme_resume.nodes.inventory import Delivery, Held
@@ -29,6 +30,7 @@ from nvme_resume.places import Place, Places
 from nvme_resume.storage import catalog, commit, locks
 from nvme_resume.storage import disk as seam
 from nvme_resume.storage.background import Background, Gate, over
+from nvme_resume.storage.intake import Intake
 from nvme_resume.storage.limit import Limit
 
 log = logs.logger
@@ -175,20 +177,59 @@ class _Supply:
             )
             undo.callback(bar.close)
             works = undo.enter_context(_threads(len(mine)))
+            where = self._landing(chosen) if receives else self._folder
+            heads: list[Manifest] = []
             tasks = []
             for d, channel, work in zip(mine, channels, works, strict=True):
                 errand = Errand(
-                    self._folder, chosen.tag, chosen.checkpoint_id, d.ranks, self._loose, doubted=doubted
+                    where, chosen.tag, chosen.checkpoint_id, d.ranks, self._loose, new=True, doubted=doubted
                 )
                 go: Callable[[], object]
                 if d.source == peers.rank:
+                    errand = replace(errand, save_dir=self._folder)
                     go = partial(session.serve, channel, errand, limit, work.gate, options)
                 else:
-                    go = partial(_take, errand, chosen.step, channel, work.gate, options, bar)
+                    go = partial(_fetch, channel, errand, options, work.gate, bar.update, heads)
                 tasks.append(work.submit(f"{chosen.tag} from node to node", go, 0.0, awaited=True))
+            # Several nodes may have given their parts of one checkpoint: it appears when all of them are there.
             peers.together(partial(over, tasks), f"transfer of {chosen.tag} between nodes")
+            peers.run(
+                lambda: self._publish(chosen, where, heads) if receives else None, f"commit of {chosen.tag}"
+            )
         if peers.rank == 0:
             log.info("%s is on all nodes after %.2f s", folder, time.monotonic() - start)
+
+    def _landing(self, chosen: Held) -> Path:
+        """Where the tag folder is to appear: a folder with loose files that is not there at all appears whole."""
+        if not self._loose or self._folder.is_dir():
+            return self._folder
+        return (
+            self._folder.with_name(layout.staging(self._folder.name, chosen.checkpoint_id))
+            / self._folder.name
+        )
+
+    def _publish(self, chosen: Held, where: Path, heads: Sequence[Manifest]) -> None:
+        """What had no name yet gets it."""
+        folder, disk = self._folder, seam.current()
+        latest = where != folder or catalog.deserves_latest(folder, chosen.step)
+        with Intake(where, heads[0], "the other nodes") as inbox:
+            inbox.publish(latest=latest)
+        if where != folder:
+            commit.move_in(where, folder, chosen.checkpoint_id)
+            disk.remove_tree(where.parent)
+
+
+def _fetch(
+    channel: Channel,
+    errand: Errand,
+    options: Options,
+    gate: Gate,
+    progress: session.Progress,
+    heads: list[Manifest],
+) -> None:
+    head = session.fetch(channel, errand, options, gate, progress).head
+    assert head is not None
+    heads.append(head)
 
 
 @contextlib.contextmanager
@@ -199,23 +240,3 @@ def _threads(count: int) -> Iterator[list[Background]]:
     finally:
         for work in works:
             work.close()
-
-
-def _take(errand: Errand, step: int, channel: Channel, gate: Gate, options: Options, bar: Any) -> None:
-    """On the receiving side; a folder with loose files that is not there at all appears whole."""
-    folder = errand.save_dir
-    if not errand.loose or folder.is_dir():
-        latest = catalog.deserves_latest(folder, step)
-        session.fetch(channel, errand, options, gate, bar.update, latest=latest)
-        return
-    staging = folder.with_name(layout.staging(folder.name, errand.checkpoint_id))
-    inside = staging / folder.name
-    catalog.under_way.add(staging)
-    try:
-        seam.current().make_folder(inside)
-        errand = replace(errand, save_dir=inside)
-        session.fetch(channel, errand, options, gate, bar.update, latest=True)
-        commit.move_in(inside, folder, errand.checkpoint_id)
-        seam.current().remove_tree(staging)
-    finally:
-        catalog.under_way.discard(staging)

@@ -83,11 +83,16 @@ class Intake:
     manager that lets go of the folder; what is there in part stays, for the next time.
     """
 
-    def __init__(self, save_dir: Path, head: Manifest, said: str) -> None:
-        """``said``: the sender in words.  Raises NoCheckpointError when another checkpoint has the tag; OSError."""
+    def __init__(self, save_dir: Path, head: Manifest, said: str, *, new: bool = True) -> None:
+        """``said``: the sender in words; ``new``: the checkpoint may be missing, and is made by ``publish`` then.
+
+        Raises NoCheckpointError when another checkpoint has the tag; CorruptError (a damaged manifest, if not ``new``);
+        OSError.
+        """
         self._save_dir = save_dir
         self._head = head
         self._said = said
+        self._new = new
         self._staging = layout.staging(head.tag, head.checkpoint_id)
         self._target = save_dir / head.tag
         self._held = self._hold()
@@ -99,17 +104,19 @@ class Intake:
             seam.current().make_folder(self.folder / layout.RECORDS)
 
     def _hold(self) -> HeldFolder | None:
-        """The checkpoint, which may be replaced or removed meanwhile.  None: it is to be made here.
+        """The checkpoint, which may be replaced or removed meanwhile.  None: it is to be made.
 
         Also where its manifest is damaged or missing: that is no checkpoint any more, and the new one takes its place.
         """
-        if not self._target.is_dir():
+        if self._new and not self._target.is_dir():
             return None
         with contextlib.ExitStack() as undo:
             held = undo.enter_context(HeldFolder(self._target))
             try:
                 found = records.read_manifest(held.path)
             except CorruptError as error:
+                if not self._new:
+                    raise
                 if _is_left_of(held.path, self._head):
                     return None
                 held.say_where(error)

@@ -21,6 +21,7 @@ from nvme_resume.nodes.messages import Ask, Hello, Message, Offer, Sent, Told, T
 from nvme_resume.nodes.session import Errand
 from nvme_resume.storage import audit, catalog, records
 from nvme_resume.storage.background import Gate
+from nvme_resume.storage.intake import Intake
 from nvme_resume.storage.limit import Limit
 from tests.storage import test_remote
 
@@ -56,8 +57,9 @@ def both(one: Callable[[], Any], two: Callable[[], Any]) -> list[Any]:
         return list(pool.map(outcome, (one, two)))
 
 
-def errand(folder: Path, checkpoint_id: str, *ranks: int, live: bool = True) -> Errand:
-    return Errand(folder.parent, folder.name, checkpoint_id, ranks or (0, 1), live=live)
+def errand(folder: Path, checkpoint_id: str, *ranks: int, new: bool = False) -> Errand:
+    """After a commit, or (``new``) before a load."""
+    return Errand(folder.parent, folder.name, checkpoint_id, ranks or (0, 1), live=not new, new=new)
 
 
 def serve(channel: Channel, wanted: Errand) -> Any:
@@ -83,11 +85,14 @@ def test_both_ends_know_how_it_went(tmp_path: Path, ends: Ends) -> None:
     target = tmp_path / "two" / source.name
     target.parent.mkdir()
     saved = records.read_manifest(source).checkpoint_id
-    wanted = errand(target, saved, live=False)
+    wanted = errand(target, saved, new=True)
     for found in both(lambda: serve(ends[0], errand(source, saved, 1)), lambda: fetch(ends[1], wanted)):
         assert isinstance(found, NvmeResumeError) and "does not have this rank's part" in str(found)
     sent, came = both(lambda: serve(ends[0], errand(source, saved)), lambda: fetch(ends[1], wanted))
     assert sent.nbytes == came.nbytes > test_remote.BIG
+    assert not target.exists()
+    with Intake(target.parent, came.head, "here") as inbox:
+        inbox.publish(latest=False)
     audit.check(target, "full")
 
 
@@ -108,7 +113,7 @@ def test_another_runs_checkpoint_is_not_called_saved_again(tmp_path: Path, ends:
     other = records.read_manifest(target).model_copy(update={"checkpoint_id": "f" * 12})
     (target / "nvme_resume/manifest.json").unlink()
     records.write(target, "nvme_resume/manifest.json", other)
-    wanted = errand(target, saved, live=False)
+    wanted = errand(target, saved, new=True)
     for found in both(lambda: serve(ends[0], errand(source, saved)), lambda: fetch(ends[1], wanted)):
         assert type(found) is NoCheckpointError and "belongs to another run" in str(found), found
 
