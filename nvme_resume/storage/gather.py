@@ -92,13 +92,8 @@ def gather(
     moved = 0
     there = look(into, head.tag, [])
     if there is not None and not same_checkpoint(there.head, head):
-        raise ConfigError(
-            "another checkpoint has that tag in the target",
-            tag=head.tag,
-            path=str(target),
-            expected=head.checkpoint_id,
-            found=there.head.checkpoint_id,
-            hint="gather into an empty folder",
+        raise _differs(
+            there, head, "another checkpoint has that tag in the target", "gather into an empty folder"
         )
     if there is None or catalog.look(into, head.tag).problem is not None:
         moved = _bring(parts, into, head, options, show=show)
@@ -133,15 +128,20 @@ def _choose(sources: Sequence[Path | Remote], tag: str | None) -> tuple[Manifest
     parts = [part for source in sources if (part := look(source, head.tag, [])) is not None]
     for part in parts:
         if not same_checkpoint(part.head, head):
-            raise ConfigError(
-                "the folders hold different checkpoints of that tag",
-                tag=head.tag,
-                path=str(part),
-                expected=head.checkpoint_id,
-                found=part.head.checkpoint_id,
-                hint="leave out the folder that belongs to another run, or name an older --tag",
-            )
+            hint = "leave out the folder that belongs to another run, or name an older --tag"
+            raise _differs(part, head, "the folders hold different checkpoints of that tag", hint)
     return head, parts
+
+
+def _differs(part: Part, head: Manifest, message: str, hint: str) -> ConfigError:
+    return ConfigError(
+        message,
+        tag=head.tag,
+        path=str(part),
+        expected=head.checkpoint_id,
+        found=part.head.checkpoint_id,
+        hint=hint,
+    )
 
 
 def _bring(parts: Sequence[Part], into: Path, head: Manifest, options: Options, *, show: bool) -> int:
