@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from nvme_resume import logs
@@ -25,7 +26,7 @@ _LARGEST_STATE = 1 << 30  # bytes
 def newest(output_dir: Path) -> Path | None:
     """The newest complete ``checkpoint-N`` as this process sees it, or None; says what was skipped and why."""
     ownership.mend(output_dir)
-    return _choose(output_dir, [_problems(output_dir)], speak=True)
+    return _choose(output_dir, [_problems(output_dir)], {}, speak=True)
 
 
 def newest_of_all(output_dir: Path, peers: Peers) -> Path | None:
@@ -34,6 +35,7 @@ def newest_of_all(output_dir: Path, peers: Peers) -> Path | None:
         lambda: ownership.mend(output_dir), "look at the output folder"
     )  # one of them does; the others wait
     found = peers.run(lambda: _problems(output_dir), "choice of the checkpoint")
+    lost: dict[str, str] = {}  # what the nodes cannot make whole together, and why
     for name in reversed(rotation.by_step({n for of_rank in found for n in of_rank})):
         sound = [of_rank.get(name, "absent") is None for of_rank in found]
         if any(sound) and not all(sound):
@@ -41,12 +43,11 @@ def newest_of_all(output_dir: Path, peers: Peers) -> Path | None:
             try:
                 supply(output_dir / name, None, peers, Places(peers), Options(), loose=True)
             except (CorruptError, NoCheckpointError) as error:
-                if peers.rank == 0:
-                    log.warning("%s: %s", output_dir / name, error)
+                lost[name] = str(error)
             found = peers.run(lambda: _problems(output_dir), "choice of the checkpoint")
         if all(of_rank.get(name, "absent") is None for of_rank in found):
             break
-    return _choose(output_dir, found, speak=peers.rank == 0)
+    return _choose(output_dir, found, lost, speak=peers.rank == 0)
 
 
 def problem_with(folder: Path) -> str | None:
@@ -79,12 +80,15 @@ def _problems(output_dir: Path) -> dict[str, str | None]:
     return {name: problem_with(output_dir / name) for name in names}
 
 
-def _choose(output_dir: Path, of_ranks: list[dict[str, str | None]], *, speak: bool) -> Path | None:
+def _choose(
+    output_dir: Path, of_ranks: list[dict[str, str | None]], lost: Mapping[str, str], *, speak: bool
+) -> Path | None:
     skipped: list[str] = []
     chosen: str | None = None
     for name in reversed(rotation.by_step({n for found in of_ranks for n in found})):
         absent = [rank for rank, found in enumerate(of_ranks) if name not in found]
-        problem = next((p for found in of_ranks if (p := found.get(name)) is not None), None)
+        known = [lost.get(name), *(found.get(name) for found in of_ranks)]
+        problem = next((p for p in known if p is not None), None)
         if problem is None and absent:
             problem = f"ranks {absent} do not have it"
         if problem is None:
@@ -92,6 +96,7 @@ def _choose(output_dir: Path, of_ranks: list[dict[str, str | None]], *, speak: b
             break
         skipped.append(f"{name} ({problem})")
     if skipped and speak:
+        logs.ensure_visible()  # there is no engine yet
         log.warning(
             "%s; skipped: %s",
             f"resuming from {output_dir / chosen}"

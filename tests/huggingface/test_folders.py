@@ -134,6 +134,34 @@ def test_a_node_with_a_new_disk(tmp_path: Path) -> None:
     assert not list((second / "checkpoint-4").rglob("rank00.json"))
 
 
+def test_the_last_whole_folder_outlives_the_limit(tmp_path: Path) -> None:
+    """While newer ones are on their way to the master, over a link that is slower than the saves."""
+    case: dict[str, Any] = {"private": True, "node_local": True}
+    arguments = {"save_steps": 2, "save_total_limit": 1}
+    quick = {"gather": "main"}
+    runs.run(
+        tmp_path, "one", 2, nodes=True, **case, steps=2, arguments=arguments, nvme_checkpoint=quick,
+        ends_as_usual=True,
+    )  # fmt: skip
+    slow = {**quick, "network_limit_mib": 0.2, "timeout_seconds": 60}
+    _, log = runs.run(
+        tmp_path, "two", 2, nodes=True, **case, steps=16, arguments=arguments, nvme_checkpoint=slow, seed=2,
+        resume=True,
+    )  # fmt: skip
+    assert "does not go to other nodes" in log
+    first, second = (tmp_path / f"out-of-{rank}" / "out" for rank in (0, 1))
+    audit.check(first / "checkpoint-2" / "global_step2", "full")
+    assert "checkpoint-16" in runs.checkpoints(first) and len(runs.checkpoints(first)) <= 6
+    shutil.rmtree(second.parent)
+    runs.run(
+        tmp_path, "three", 2, nodes=True, **case, steps=3, arguments=arguments, nvme_checkpoint=quick, seed=2,
+        resume=True,
+    )  # fmt: skip
+    said = (tmp_path / "log-three.0.txt").read_text()
+    assert "[nvme_resume] resuming from out/checkpoint-2; skipped: checkpoint-16 (" in said, said
+    assert "no node has the files of ranks [1]" in said
+
+
 def test_whole_folders_are_uploaded(tmp_path: Path) -> None:
     """What lies under the URL, copied back, resumes."""
     bucket = tmp_path / "bucket"
