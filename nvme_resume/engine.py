@@ -325,11 +325,14 @@ class NvmeResumeEngine(stock_loader.StockOverrides):
         if good is not None:
             named_first = {e.tag for e in first}
             skipped = [*first, *(e for e in rest[: rest.index(good)] if e.tag not in named_first)]
+            skipped = [e for e in skipped if e.tag != good.tag]
             if peers.rank == 0:
+                without = [rank for rank, entry in enumerate(firsts) if entry is None]
                 log.warning(
                     "loading %s; skipped: %s",
                     good.tag,
-                    "; ".join(f"{e.tag} ({e.problem})" for e in skipped) or f"no {layout.LATEST} file",
+                    "; ".join(f"{e.tag} ({e.problem})" for e in skipped)
+                    or f"no {layout.LATEST} file on ranks {without}",
                 )
             return good.tag
         for entry in [*first, *rest]:

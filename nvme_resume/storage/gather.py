@@ -1,7 +1,7 @@
 """Bring the parts of one checkpoint together that nodes with disks of their own hold, or that lie under a URL.
 
 Every node's folder has the same manifest and the files of its own ranks.  Every byte is compared with its hash on the
-way, and what is there already is not moved again; ``intake`` says how parts come in.
+way, those that are there already too, which are not moved again; ``intake`` says how parts come in.
 """
 
 from __future__ import annotations
@@ -89,22 +89,20 @@ def gather(
     """
     head, parts = _choose(sources, tag)
     target = into / head.tag
-    moved = 0
     there = look(into, head.tag, [])
     if there is not None and not same_checkpoint(there.head, head):
         raise _differs(
             there, head, "another checkpoint has that tag in the target", "gather into an empty folder"
         )
-    if there is None or catalog.look(into, head.tag).problem is not None:
-        moved = _bring(parts, into, head, options, show=show)
-        present = catalog.look(into, head.tag)
-        if present.problem is not None:
-            raise CorruptError(
-                f"not complete after all parts came: {present.problem}",
-                tag=head.tag,
-                path=str(target),
-                hint="gather into an empty folder",
-            )
+    moved = _bring(parts, into, head, options, show=show)
+    present = catalog.look(into, head.tag)
+    if present.problem is not None:
+        raise CorruptError(
+            f"not complete after all parts came: {present.problem}",
+            tag=head.tag,
+            path=str(target),
+            hint="gather into an empty folder",
+        )
     moved += beside([part.source for part in parts], into, head.tag, options)
     return Gathered(target, head.tag, head.global_steps, head.world_size, moved)
 
@@ -156,7 +154,7 @@ def _bring(parts: Sequence[Part], into: Path, head: Manifest, options: Options, 
 
 
 def _fill(inbox: Intake, parts: Sequence[Part], head: Manifest, options: Options, *, show: bool) -> int:
-    missing = [rank for rank in range(head.world_size) if inbox.lacks(rank)]
+    missing = [rank for rank in range(head.world_size) if not inbox.is_good(rank, options, show=show)]
     _refuse_lost(missing, parts, head)
     problems: dict[int, CorruptError] = {}
     moved = 0

@@ -120,7 +120,7 @@ class Intake:
                 if _is_left_of(held.path, self._head):
                     return None
                 held.say_where(error)
-                raise self._another(str(error)) from error
+                raise self._another(f"no record of it; {error.message}") from error
             if not same_checkpoint(found, self._head):
                 raise self._another(found.checkpoint_id)
             undo.pop_all()
@@ -152,6 +152,19 @@ class Intake:
         except CorruptError:
             return True
         return False
+
+    def is_good(self, rank: int, options: Options, *, show: bool = False) -> bool:
+        """Is a rank's part all here, to the last byte?  What has no hashes is believed as ``lacks`` does."""
+        tag = self._head.tag
+        try:
+            found = records.read_rank(self.folder, self._head, rank)
+            if found.seal is None:
+                verify.structure(self.folder, found.record.files, rank=rank, tag=tag)
+            else:
+                verify.full(self.folder, found.seal.files, options, rank=rank, tag=tag, show=show)
+        except CorruptError:
+            return False
+        return True
 
     def needs(self, rank: int, of_rank: records.OfRank, options: Options) -> list[Need]:
         """Which files of a rank are missing.  Reads and hashes what is there."""

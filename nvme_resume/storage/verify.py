@@ -113,12 +113,20 @@ def compare(path: Path, sealed: FileSeal, found: FileSeal, *, rank: int, tag: st
     )
 
 
-def full(folder: Path, files: Mapping[str, FileSeal], options: Options, *, rank: int, tag: str) -> None:
+def full(
+    folder: Path,
+    files: Mapping[str, FileSeal],
+    options: Options,
+    *,
+    rank: int,
+    tag: str,
+    show: bool = False,
+) -> None:
     """Hash every file and compare."""
     structure(folder, files, rank=rank, tag=tag)
     names = list(files)
     paths = [path_of(folder, name, rank=rank, tag=tag) for name in names]
-    found = transfer.run([transfer.Copy(p) for p in paths], options, what="verify", sync=False)
+    found = transfer.run([transfer.Copy(p) for p in paths], options, what="verify", sync=False, show=show)
     for name, path, result in zip(names, paths, found, strict=True):
         compare(path, files[name], result, rank=rank, tag=tag)
 

@@ -179,6 +179,11 @@ def test_gather_by_hand_takes_what_is_good(nodes: Path) -> None:
         assert code == 0, said
         assert nvme_resume("verify", target / cases.TAG, "--level", "full")[0] == 0, name
 
+    flip(next((target / cases.TAG).rglob("rank00/*.swp")))
+    code, _, said = nvme_resume("gather", one, two, "--to", target)
+    assert code == 0 and "nothing to copy" not in said, said
+    assert nvme_resume("verify", target / cases.TAG, "--level", "full")[0] == 0
+
     flip(a_file(nodes, 1, 1))  # now nobody has it
     code, _, said = nvme_resume("gather", one, two, "--to", nodes / "none")
     assert code == 12 and a_file(nodes, 1, 1).name in said
