@@ -111,6 +111,8 @@ class Saver:
         place = self._enter(self.places.of(save_dir, [p.known for p in proposals]))
         self._links.agree([p.brought for p in proposals])
         self._links.connect(place, [pair for p in proposals for pair in p.broken])
+        if self.narrate:
+            self._links.look_at(save_dir, place, loose=False)
         self._bring = self._links.admit(any_behind=any(p.copies_behind for p in proposals))
         self._sealing = not any(p.hashes_behind for p in proposals)
         self._upload = self._uploads.admit(
@@ -150,18 +152,16 @@ class Saver:
         blocked = time.monotonic() - start
         if peers.rank == 0:
             monitor.write(engine, {"blocked_seconds": blocked, "bytes": sum(s["bytes"] for s in sizes)})
+        saved = Saved(save_dir, tag, checkpoint_id, self._in_background or self._sealing)
         if self._in_background:
+            self._begin(saved, latest=latest, committed=False)
             return
         if peers.rank == 0:
             monitor.write(engine, {"commit_seconds": blocked})
         catalog.under_way.discard(part.folder)
         if self._reports():
             _log_commit(save_dir / tag, sizes, start)
-        saved = Saved(save_dir, tag, checkpoint_id, self._sealing)
-        if self.narrate:
-            self._spread(saved, latest=latest)
-        else:
-            self._unspread = saved
+        self._begin(saved, latest=latest)
         if self.publishes() and self._options.keep_last is not None:
             # After the above, which knows what must stay.  In the background: blocks of large files take long to free.
             ranks = self._ranks_here()
@@ -177,11 +177,18 @@ class Saver:
         On every rank.  Together with the files that lie beside the tag folder.
         """
         saved, self._unspread = self._unspread, None
-        if saved is not None:
-            self._spread(saved._replace(save_dir=save_dir), latest=True, below=save_dir.name)
+        if saved is not None and self._place is not None:
+            self._links.look_at(save_dir, self._place, loose=True)
+            self._begin(saved._replace(save_dir=save_dir), latest=True, below=save_dir.name)
 
-    def _spread(self, saved: Saved, *, latest: bool, below: str | None = None) -> None:
-        """Begin what goes on after a commit; ``below``: the name of a larger checkpoint that it is a part of."""
+    def _begin(self, saved: Saved, *, latest: bool, below: str | None = None, committed: bool = True) -> None:
+        """Begin what goes on after a commit; ``below``: the name of a larger checkpoint that it is a part of.
+
+        Where it is not ``committed`` yet, whoever commits it begins what is not put off.
+        """
+        if not self.narrate and below is None:
+            self._unspread = saved  # it has no name yet
+            return
         place, loose = self._place, below is not None
         bring = partial(self._links.bring, saved, place, loose=loose)
         upload = partial(self._uploads.begin, saved, place, latest=latest, below=below)
@@ -190,9 +197,9 @@ class Saver:
             (self._links.wanted, self._bring, bring),
             (self._uploads.wanted, self._upload, upload),
         ):
-            if wanted and now:
+            if wanted and now and committed:
                 begin()
-            elif wanted:
+            elif wanted and not now:
                 self._put_off.append(begin)
 
     def wait(self) -> None:
@@ -239,17 +246,36 @@ class Saver:
         self.wait()
         self._peers.run(self._work.finish, "background work of the last save")
         self._wait_for_copies()
-        put_off, self._put_off = self._put_off, []
-        for begin in put_off:
-            begin()
-        if put_off:
+        if self._begin_again():
             self._wait_for_copies()
 
     def _wait_for_copies(self) -> None:
+        peers = self._peers
         if self._links.wanted:
-            self._peers.together(self._links.wait, "copies on other nodes")
+            peers.together(self._links.ended, "copies on other nodes")
+            peers.run(self._links.raise_failure, "copies on other nodes")
         if self._uploads.wanted:
-            self._peers.together(self._uploads.wait, "upload")
+            peers.together(self._uploads.ended, "upload")
+            peers.run(self._uploads.raise_failure, "upload")
+
+    def _begin_again(self) -> bool:
+        """What was put off, and what has failed and was told of; False when there is nothing.  Collective."""
+        links, uploads = self._links, self._uploads
+        if self._place is None or not (links.wanted or uploads.wanted):
+            return False
+        said = self._peers.run(
+            lambda: (links.broken(), links.owed(), uploads.owed()), "look at what is to be copied"
+        )
+        owed = [item for _, of_links, _ in said for item in of_links]
+        if not (self._put_off or owed or any(of_uploads for _, _, of_uploads in said)):
+            return False
+        links.connect(self._place, [pair for broken, _, _ in said for pair in broken])
+        links.try_again(owed)
+        uploads.try_again()
+        put_off, self._put_off = self._put_off, []
+        for begin in put_off:
+            begin()
+        return True
 
     def _wait_for(self, task: Task | None) -> None:
         if task is None:

@@ -115,18 +115,29 @@ class Uploads:
         )
         self._tasks.append(task)
 
-    def wait(self, seconds: float) -> bool:
-        """True when nothing is under way any more.  Raises what went wrong since it was asked last."""
+    def owed(self) -> bool:
+        """Has any upload of this rank failed, and was not tried again?"""
+        return bool(self._failed)
+
+    def try_again(self) -> None:
+        """Those, now.  Returns at once."""
+        with self._mutex:
+            again, self._failed = list(self._failed.values()), {}
+            for job in again:
+                self._submit(*job)
+
+    def ended(self, seconds: float) -> bool:
+        """True when nothing is under way any more, within the time."""
         deadline = time.monotonic() + seconds
         with self._work.gate.waited_for():
-            for task in list(self._tasks):
-                if not task.wait(max(0.0, deadline - time.monotonic())):
-                    return False
+            return all(task.wait(max(0.0, deadline - time.monotonic())) for task in list(self._tasks))
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong since it was asked last."""
         with self._mutex:
             found, self._errors = list(self._errors.values()), {}
         if found:
             raise found[0]
-        return True
 
     def close(self) -> None:
         """Wait for what is under way, within bounds."""

@@ -75,7 +75,7 @@ def _gather(sources: Sequence[Path | Remote], into: Path, tag: str | None) -> ga
         return gather.gather(sources, into, tag, Options(), show=visible)
     except NoCheckpointError:
         local = [source for source in sources if isinstance(source, Path)]
-        if any(gather.look(source, tag, []) is not None for source in sources):
+        if not local or any(gather.look(source, tag, []) is not None for source in sources):
             raise
         name, folders = gather_stock.find(local, tag)
     from nvme_resume.zero3 import stock  # slow to import, and rarely needed

@@ -34,17 +34,18 @@ def newest_of_all(output_dir: Path, peers: Peers) -> Path | None:
     peers.run(
         lambda: ownership.mend(output_dir), "look at the output folder"
     )  # one of them does; the others wait
-    found = peers.run(lambda: _problems(output_dir), "choice of the checkpoint")
+    found, missing = _of_all(output_dir, peers)
     lost: dict[str, str] = {}  # what the nodes cannot make whole together, and why
     for name in reversed(rotation.by_step({n for of_rank in found for n in of_rank})):
         sound = [of_rank.get(name, "absent") is None for of_rank in found]
         if any(sound) and not all(sound):
             # Nodes with disks of their own: what one lacks another may have.
             try:
-                supply(output_dir / name, None, peers, Places(peers), Options(), loose=True)
+                beside = missing.get(name, [])
+                supply(output_dir / name, None, peers, Places(peers), Options(), loose=True, beside=beside)
             except (CorruptError, NoCheckpointError) as error:
                 lost[name] = str(error)
-            found = peers.run(lambda: _problems(output_dir), "choice of the checkpoint")
+            found, missing = _of_all(output_dir, peers)
         if all(of_rank.get(name, "absent") is None for of_rank in found):
             break
     return _choose(output_dir, found, lost, speak=peers.rank == 0)
@@ -78,6 +79,36 @@ def _problems(output_dir: Path) -> dict[str, str | None]:
         return {}
     names = rotation.by_step(p.name for p in output_dir.iterdir() if p.is_dir())
     return {name: problem_with(output_dir / name) for name in names}
+
+
+def _of_all(output_dir: Path, peers: Peers) -> tuple[list[dict[str, str | None]], dict[str, list[str]]]:
+    """What every rank finds wrong with each folder, and the files that this one misses and another has.  Collective.
+
+    Without its random states a rank would go on with others, and the Trainer only says so.
+    """
+
+    def look() -> tuple[dict[str, str | None], dict[str, list[str]]]:
+        problems = _problems(output_dir)
+        return problems, {name: _wanted_files(output_dir / name) for name in problems}
+
+    said = peers.run(look, "choice of the checkpoint")
+    found: list[dict[str, str | None]] = []
+    mine: dict[str, list[str]] = {}
+    for rank, (problems, there) in enumerate(said):
+        found.append(dict(problems))
+        for name, files in there.items():
+            known = {file for _, others in said for file in others.get(name, [])}
+            missing = sorted(known & {_STATE, f"rng_state_{rank}.pth"} - set(files))
+            if missing and found[rank][name] is None:
+                found[rank][name] = f"no {missing[0]}"
+            if rank == peers.rank:
+                mine[name] = missing
+    return found, mine
+
+
+def _wanted_files(folder: Path) -> list[str]:
+    """Files of the Trainer in a folder that a resume needs: its state, and the random states of ranks."""
+    return sorted(p.name for p in folder.iterdir() if p.name == _STATE or p.match("rng_state_*.pth"))
 
 
 def _choose(

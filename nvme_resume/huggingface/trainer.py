@@ -210,8 +210,7 @@ def _rotate(trainer: Any, building: Building) -> list[str]:
         there = [p.name for p in building.run_dir.iterdir() if p.is_dir()]
         going = rotation.outdated(there, trainer.args.save_total_limit, protected)
         # What is on its way to another node goes with the next rotation.
-        busy = {path.parent for path, uses in catalog.in_use.items() if uses}
-        going = [name for name in going if building.run_dir / name not in busy]
+        going = [name for name in going if not catalog.is_used(building.run_dir / name)]
         building.remove(going)
     except (OSError, NvmeResumeError) as error:
         log.warning("older checkpoints in %s could not be removed: %s", building.run_dir, error)

@@ -54,7 +54,7 @@ def take(
                 continue
             head = records.read_manifest(folder / tag)
         except NvmeResumeError as error:
-            found.append(Held(tag, "", -1, 0, [], [], [str(error)]))
+            found.append(Held(tag, records.left_of(folder / tag) or "", -1, 0, [], [], [str(error)]))
             continue
         if head.tag != tag:
             continue
@@ -132,6 +132,13 @@ def _incomplete(
         found="; ".join([f"ranks {sorted(together[held.key])}", *problems]),
         hint=f"bring the disk of {hosts}, or name another tag",
     )
+
+
+def without_manifest(inventories: Sequence[Sequence[Held]]) -> dict[tuple[str, str], int]:
+    """Checkpoints whose manifest is damaged somewhere, and a rank that has a good one."""
+    every = [(rank, held) for rank, inventory in enumerate(inventories) for held in inventory]
+    lost = {held.key for _, held in every if not held.world_size and held.checkpoint_id}
+    return {held.key: rank for rank, held in reversed(every) if held.key in lost and held.world_size}
 
 
 def merged(inventories: Sequence[Sequence[Held]]) -> list[Held]:

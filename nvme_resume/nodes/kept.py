@@ -1,30 +1,85 @@
 """Checkpoints that nothing may remove: a node that is lost must not take the last whole one with it.
 
 Each node knows of its own links what has been brought.  At the start of a save the nodes tell each other; the newest
-checkpoint that all links have brought stays until a newer one is known to be everywhere, whatever ``keep_last`` says.
-Before the first one is, so do all that former runs left.
+checkpoint of a folder that all links have brought stays until a newer one is known to be everywhere, whatever
+``keep_last`` says.  Before the first one is, that is the newest that former runs left everywhere.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from nvme_resume.config import Options
+from nvme_resume.nodes import inventory
 from nvme_resume.nodes.channel import Pair
+from nvme_resume.nodes.inventory import Held
 from nvme_resume.storage import catalog
 from nvme_resume.storage.catalog import Saved
 
-_MOST = 4  # checkpoints of this run that may turn out to be everywhere
+_MOST = 4  # checkpoints of this run, in one folder, that may turn out to be everywhere
+_MOST_LOOKED_AT = 8  # of former runs
 
 
 @dataclass
 class _Copies:
     """What became of one checkpoint of this run, as far as this rank knows."""
 
+    where: Path
     left: set[Pair]  # links that have not brought it
     give_back: Callable[[], None]
+
+
+class Former(NamedTuple):
+    """A checkpoint of a former run, as one rank sees it; plain data."""
+
+    inside: str  # the Trainer's folder it lies in; "": none
+    held: Held
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Which one it is, on any node."""
+        return self.inside, *self.held.key
+
+
+def where(save_dir: Path, *, loose: bool) -> Path:
+    """The folder in which older ones are removed; ``loose``: ``save_dir`` is one of several there (a Trainer's)."""
+    return save_dir.parent if loose else save_dir
+
+
+def former(folder: Path, options: Options, *, loose: bool) -> list[Former]:
+    """The last checkpoints that lie in ``folder``, a result of ``where``."""
+    if not folder.is_dir():
+        return []
+    inside = sorted((p for p in folder.iterdir() if p.is_dir()), key=lambda p: p.stat().st_mtime_ns)
+    places = {p.name: p for p in inside[-_MOST_LOOKED_AT:]} if loose else {"": folder}
+    return [
+        Former(name, held)
+        for name, place in places.items()
+        for held in inventory.take(place, catalog.tags(place)[-_MOST_LOOKED_AT:], None, range, options)
+        if held.world_size
+    ]
+
+
+def newest_everywhere(seen: Sequence[Sequence[Former]], options: Options, nodes: int) -> Former | None:
+    """The newest that lies on as many nodes as ``options`` want; ``seen``: by publisher, the main node's first."""
+    every = {one.key: one for node in seen for one in node}
+    copies = Counter((one.key, rank) for node in seen for one in node for rank in one.held.ranks)
+    on_main = {(one.key, rank) for one in seen[0] for rank in one.held.ranks} if seen else set()
+    wanted = 1 + min(options.replicas, nodes - 1)
+    whole = [
+        one
+        for key, one in every.items()
+        if all(
+            copies[key, rank] >= wanted and (options.gather is None or (key, rank) in on_main)
+            for rank in range(one.held.world_size)
+        )
+    ]
+    return max(whole, key=lambda one: one.held.step, default=None)
 
 
 class Kept:
@@ -33,21 +88,23 @@ class Kept:
     def __init__(self) -> None:
         self._mutex = threading.Lock()  # links have threads of their own
         self._copies: dict[int, _Copies] = {}
-        self._newest = 0  # that is known to be everywhere; 0: none of this run
-        self._looked_at: set[Path] = set()
-        self._of_former_runs: list[Callable[[], None]] = []
+        self._newest: dict[Path, int] = {}  # by folder: that is known to be everywhere
+        self._former: dict[Path, Callable[[], None]] = {}
 
-    def begin(self, number: int, saved: Saved, links: Iterable[Pair], *, loose: bool) -> None:
-        """It is about to be brought; ``loose``: it lies inside a Trainer's folder, beside others of that kind."""
-        where = saved.save_dir.parent if loose else saved.save_dir
-        if not self._newest and where not in self._looked_at:
-            self._looked_at.add(where)
-            folders = sorted(where.iterdir()) if loose else [where]
-            tags = [folder / tag for folder in folders for tag in catalog.tags(folder)]
-            self._of_former_runs += [catalog.use(tag) for tag in tags if tag != saved.folder]
+    def keep_former(self, where: Path, checkpoint: Path) -> None:
+        """One of a former run stays, until one of this run is everywhere."""
+        if where not in self._newest and where not in self._former:
+            self._former[where] = catalog.use(checkpoint)
+
+    def begin(self, number: int, saved: Saved, where: Path, links: Iterable[Pair]) -> None:
+        """It is about to be brought."""
         with self._mutex:
-            self._copies[number] = _Copies(set(links), catalog.use(saved.folder))
-            for old in [n for n in sorted(self._copies) if n > self._newest][:-_MOST]:
+            self._copies[number] = _Copies(where, set(links), catalog.use(saved.folder))
+            newest = self._newest.get(where, 0)
+            candidates = [
+                n for n, copies in sorted(self._copies.items()) if copies.where == where and n > newest
+            ]
+            for old in candidates[:-_MOST]:
                 self._copies.pop(old).give_back()
 
     def settle(self, number: int, link: Pair) -> None:
@@ -64,9 +121,12 @@ class Kept:
     def agree(self, brought: Sequence[list[int] | None]) -> None:
         """Give back what a newer one has made dispensable; ``brought``: by rank, None where it has no links."""
         of_nodes = [set(numbers) for numbers in brought if numbers is not None]
-        self._newest = max(set.intersection(*of_nodes) if of_nodes else (), default=self._newest)
+        everywhere = set.intersection(*of_nodes) if of_nodes else set()
         with self._mutex:
-            for old in [number for number in self._copies if number < self._newest]:
-                self._copies.pop(old).give_back()
-        while self._newest and self._of_former_runs:
-            self._of_former_runs.pop()()
+            for number in sorted(everywhere & self._copies.keys()):
+                self._newest[self._copies[number].where] = number
+            for old, copies in list(self._copies.items()):
+                if old < self._newest.get(copies.where, 0):
+                    self._copies.pop(old).give_back()
+            for folder in self._newest.keys() & self._former.keys():
+                self._former.pop(folder)()

@@ -9,16 +9,17 @@ brought with the first save of the next one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 from nvme_resume import errors, layout, logs
 from nvme_resume.config import Options
 from nvme_resume.errors import NvmeResumeError, PeerError, ReplacedError
-from nvme_resume.nodes import session
+from nvme_resume.nodes import kept, session
 from nvme_resume.nodes.channel import Channel, Meeting, Node, Pair
-from nvme_resume.nodes.kept import Kept
+from nvme_resume.nodes.kept import Former, Kept
 from nvme_resume.nodes.messages import Turn
 from nvme_resume.nodes.session import Errand
 from nvme_resume.peers import Peers
@@ -29,6 +30,7 @@ from nvme_resume.storage.catalog import Saved
 from nvme_resume.storage.limit import Limit
 
 log = logs.logger
+_REMEMBERED = 8  # checkpoints of this run
 _FORMER = 2  # checkpoints that were not brought, or not by an earlier run, and are tried (again)
 
 
@@ -52,7 +54,8 @@ class _Link:
     ranks: tuple[int, ...]  # whose parts are brought
     channel: Channel | None
     work: Background
-    errands: dict[int, Errand] = field(default_factory=dict)  # by number; the sender drops what is done
+    errands: dict[int, Errand] = field(default_factory=dict)  # the last ones, by number
+    owed: set[int] = field(default_factory=set)  # those that have not been brought
     fresh: bool = True  # nothing of this run was brought yet
     tasks: list[Task] = field(default_factory=list)
 
@@ -69,6 +72,7 @@ class Links:
         self._place: Place | None = None
         self._count = 0
         self._kept = Kept()
+        self._looked_at: set[Path] = set()
 
     @property
     def wanted(self) -> bool:
@@ -99,6 +103,25 @@ class Links:
     def agree(self, brought: Sequence[list[int] | None]) -> None:
         """Keep the newest that is everywhere, not those before it; ``brought``: what every rank's ``brought`` said."""
         self._kept.agree(brought)
+
+    def look_at(self, save_dir: Path, place: Place, *, loose: bool) -> None:
+        """Before something new is saved or rotated there: which checkpoint of a former run must stay?
+
+        Collective the first time; ``loose``: it is a Trainer's folder, one of several.
+        """
+        where = kept.where(save_dir, loose=loose)
+        if place != self._place or where in self._looked_at:
+            return
+        self._looked_at.add(where)
+
+        def look() -> list[Former]:
+            return kept.former(where, self._options, loose=loose) if self._links else []
+
+        seen = self._peers.run(look, "look at earlier checkpoints")
+        publishers = [ranks[0] for ranks in place.all_places]
+        found = kept.newest_everywhere([seen[rank] for rank in publishers], self._options, len(publishers))
+        if found is not None and self._links:
+            self._kept.keep_former(where, where / found.inside / found.held.tag)
 
     def connect(self, place: Place, broken: Sequence[Pair]) -> None:
         """Be ready to bring what ``place`` saves.  Collective; ``broken``: what any rank's ``broken`` said.
@@ -139,7 +162,8 @@ class Links:
             return  # a folder that all share: the links are those of another one
         self._count += 1
         if self._links:
-            self._kept.begin(self._count, saved, self._links, loose=loose)
+            where = kept.where(saved.save_dir, loose=loose)
+            self._kept.begin(self._count, saved, where, self._links)
         for link in self._links.values():
             errand = Errand(
                 saved.save_dir,
@@ -151,28 +175,48 @@ class Links:
                 sealing=saved.sealing,
             )
             link.errands[self._count] = errand
-            link.tasks = [t for t in link.tasks if not t.wait(0) or t.error is not None]
-            task = link.work.submit(
-                f"{saved.tag} {'to' if link.sends else 'from'} {link.there}",
-                # The channel of now, on both ends: later there may be another on one of them.
-                partial(self._run, link, self._count, link.channel),
-                self._options.timeout_seconds,
-                awaited=True,
-                at_end=catalog.use(errand.folder),
-            )
-            link.tasks.append(task)
+            link.owed.add(self._count)
+            self._submit(link, self._count)
 
-    def wait(self, seconds: float) -> bool:
-        """True when nothing is under way any more.  Raises what went wrong since it was asked last."""
+    def _submit(self, link: _Link, number: int) -> None:
+        errand = link.errands[number]
+        link.tasks = [t for t in link.tasks if not t.wait(0) or t.error is not None]
+        task = link.work.submit(
+            f"{errand.tag} {'to' if link.sends else 'from'} {link.there}",
+            # The channel of now, on both ends: later there may be another on one of them.
+            partial(self._run, link, number, link.channel),
+            self._options.timeout_seconds,
+            awaited=True,
+            at_end=catalog.use(errand.folder),
+        )
+        link.tasks.append(task)
+
+    def owed(self) -> list[tuple[Pair, int]]:
+        """The newest that each link of this rank has not brought, when nothing is under way."""
+        return [(pair, max(link.owed)) for pair, link in self._links.items() if link.owed]
+
+    def try_again(self, owed: Iterable[tuple[Pair, int]]) -> None:
+        """What any end's ``owed`` said, after a ``connect``: both ends do the same.  Returns at once."""
+        newest = dict(sorted(owed))
+        for pair, link in self._links.items():
+            if newest.get(pair) in link.errands:
+                self._submit(link, newest[pair])
+
+    def ended(self, seconds: float) -> bool:
+        """True when nothing is under way any more, within the time."""
         deadline = time.monotonic() + seconds
         for link in self._links.values():
             with link.work.gate.waited_for():
                 if not all(t.wait(max(0.0, deadline - time.monotonic())) for t in link.tasks):
                     return False
+        return True
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong since it was asked last."""
         tasks = [t for link in self._links.values() for t in link.tasks]
         for link in self._links.values():
             link.tasks = []
-        return over(tasks, 0.0)
+        over(tasks, 0.0)
 
     def close(self) -> None:
         """Wait for what is under way, within bounds."""
@@ -185,7 +229,11 @@ class Links:
 
     def _run(self, link: _Link, number: int, channel: Channel | None) -> None:
         if channel is None:
-            return
+            raise PeerError(
+                f"the connection to {link.there} was lost",
+                rank=link.there.rank,
+                hint="the next save makes a new one",
+            )
         problems: list[NvmeResumeError] = []
         try:
             (self._send if link.sends else self._take)(link, channel, number, problems)
@@ -195,7 +243,7 @@ class Links:
             if link.channel is channel:
                 link.channel = None
             problem = errors.of(error, f"copies {'to' if link.sends else 'from'} {link.there}")
-            log.error("%s; it is tried again with the next save", problem)  # noqa: TRY400 - no trace for users
+            log.error("%s; it is tried again with the next save or wait", problem)  # noqa: TRY400 - no trace for users
             raise
         if problems:
             raise problems[0]
@@ -203,13 +251,13 @@ class Links:
     def _send(self, link: _Link, channel: Channel, number: int, problems: list[NvmeResumeError]) -> None:
         """What is owed, then what the other side may lack from former runs."""
         newest = link.errands[number]
-        for owed, errand in sorted(link.errands.items()):
-            if owed <= number:
-                channel.send(Turn(number=owed, tag=errand.tag))
-                if self._serve(link, channel, errand, problems, owed):
-                    del link.errands[owed]
-                else:  # who has waited for its hashes once does not wait again
-                    link.errands[owed] = replace(errand, sealing=False)
+        for owed in sorted(n for n in tuple(link.owed) if n <= number):
+            errand = link.errands[owed]
+            channel.send(Turn(number=owed, tag=errand.tag))
+            if self._serve(link, channel, errand, problems, owed):
+                link.owed.discard(owed)
+            else:  # who has waited for its hashes once does not wait again
+                link.errands[owed] = replace(errand, sealing=False)
         for errand in self._former(newest) if link.fresh else ():
             beside = errand.save_dir.name if newest.loose else None
             channel.send(Turn(number=number, tag=errand.tag, beside=beside))
@@ -261,7 +309,7 @@ class Links:
                 continue
             fetch = partial(self._fetch, link, channel, errand, said.number if errand is known else None)
             if _settled(fetch, errand, f"from {link.there}", problems) and errand is known:
-                link.errands.pop(said.number, None)
+                link.owed.discard(said.number)
         _give_up_old(link, number)
 
     def _fetch(self, link: _Link, channel: Channel, errand: Errand, number: int | None) -> None:
@@ -325,8 +373,10 @@ def _settled(work: Callable[[], None], errand: Errand, way: str, problems: list[
 
 def _give_up_old(link: _Link, number: int) -> None:
     """What could not be brought is tried again with the next saves, but not all of it for ever."""
-    for old in sorted(n for n in link.errands if n <= number)[:-_FORMER]:
-        del link.errands[old]
+    link.owed.difference_update(sorted(n for n in tuple(link.owed) if n <= number)[:-_FORMER])
+    for old in sorted(link.errands)[:-_REMEMBERED]:
+        if old not in link.owed:
+            del link.errands[old]
 
 
 def _no_progress(_: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nvme_resume import layout, logs
+from nvme_resume import layout, logs, manifest
 from nvme_resume.config import Options
 from nvme_resume.errors import CorruptError, NoCheckpointError, NvmeResumeError
 from nvme_resume.manifest import Manifest
@@ -27,7 +27,7 @@ from nvme_resume.nodes.inventory import Delivery, Held
 from nvme_resume.nodes.session import Errand
 from nvme_resume.peers import Peers
 from nvme_resume.places import Place, Places
-from nvme_resume.storage import catalog, commit, locks
+from nvme_resume.storage import catalog, commit, locks, records
 from nvme_resume.storage import disk as seam
 from nvme_resume.storage.background import Background, Gate, over
 from nvme_resume.storage.intake import Intake
@@ -46,13 +46,15 @@ def supply(
     options: Options,
     *,
     loose: bool = False,
+    beside: Sequence[str] = (),
     doubted: bool = False,
 ) -> bool:
     """See to it that every rank sees in the save folder ``folder`` what it needs of ``tag``, if anybody has it.
 
     ``tag`` None: of the checkpoint that ``latest`` names, or the newest that all have together; one that turns out
     damaged is skipped.  ``loose``: the files beside the tag folder as well, and ``folder`` itself may be missing
-    somewhere.  ``doubted``: sizes are not believed, every byte is read.  Collective; True when anything came.
+    somewhere; ``beside``: those that this rank misses.  ``doubted``: sizes are not believed, every byte is read.
+    Collective; True when anything came.
 
     Raises the same error on every rank: NoCheckpointError when nobody has a part of it, CorruptError when nobody has a
     good one, LockedError, NoSpaceError, PeerError, StorageError; what had arrived stays for the next time.
@@ -60,8 +62,9 @@ def supply(
     if peers.alone:
         return False
     share = catalog.read_by(peers.rank, peers.world_size)
-    seen = peers.run(lambda: _glance(folder, tag, share), _LOOK)
-    if not doubted and all(s is not None and s == seen[0] and s[2] for s in seen):
+    said = peers.run(lambda: (_glance(folder, tag, share), list(beside)), _LOOK)
+    seen, wanted = [s for s, _ in said], [names for _, names in said]
+    if not (doubted or any(wanted)) and all(s is not None and s == seen[0] and s[2] for s in seen):
         return False
     named = {s[0] for s in seen if s is not None}
     job = _Supply(folder, peers, places, options, loose=loose)
@@ -71,7 +74,7 @@ def supply(
     read = tag if doubted else None  # the tag whose bytes are compared
     while True:
         seen_by = job.look(tag, read)
-        if tag is None and all(by_rank == seen_by[0] for by_rank in seen_by):
+        if tag is None and not any(wanted) and all(by_rank == seen_by[0] for by_rank in seen_by):
             return False  # one folder that all share, or as good as that
         try:
             chosen = inventory.choose(seen_by, tag, named, str(folder), skipped)
@@ -79,9 +82,15 @@ def supply(
             for first in skipped.values():
                 raise first from None  # that is why
             raise
-        if chosen is None or not inventory.is_missed(seen_by, chosen):
+        if chosen is None:
             return False
-        deliveries = inventory.plan(seen_by, chosen, job.place().all_places)
+        deliveries: list[Delivery] = []
+        if inventory.is_missed(seen_by, chosen):
+            deliveries = inventory.plan(seen_by, chosen, job.place().all_places)
+        if any(wanted):
+            deliveries += job.beside(chosen, wanted, deliveries)
+        if not deliveries:
+            return False
         try:
             job.deliver(chosen, deliveries, doubted=read == chosen.tag)
         except (CorruptError, NoCheckpointError) as error:
@@ -119,7 +128,45 @@ class _Supply:
         return self._places.make(self._owned, _LOOK)
 
     def look(self, tag: str | None, read: str | None) -> list[list[Held]]:
-        """What each rank sees of the tag, or of all.  Of the tag ``read`` every byte is compared.  Collective."""
+        """What each rank sees of the tag, or of all.  Of the tag ``read`` every byte is compared.  Collective.
+
+        Every node has the same manifest of a checkpoint: who has a good one has given it to the others then.
+        """
+        seen = self._look(tag, read)
+        lost = inventory.without_manifest(seen)
+        if lost:
+            self._give_manifests(lost, seen[self._peers.rank])
+            seen = self._look(tag, read)
+        return seen
+
+    def _give_manifests(self, lost: Mapping[tuple[str, str], int], mine: Sequence[Held]) -> None:
+        folder, peers = self._folder, self._peers
+        place = self.place()
+
+        def give() -> list[str]:
+            tags = [tag for (tag, _), rank in lost.items() if rank == peers.rank]
+            return [manifest.encode(records.read_manifest(folder / tag)).decode() for tag in tags]
+
+        given = peers.run(give, _LOOK)
+
+        def take() -> None:
+            if not place.publisher:
+                return
+            damaged = {held.key for held in mine if not held.world_size}
+            for head in (
+                manifest.decode(Manifest, text.encode(), _LOOK) for texts in given for text in texts
+            ):
+                if (head.tag, head.checkpoint_id) in damaged:
+                    with self._lock(), Intake(folder, head, "the other nodes"):
+                        log.info("%s has its manifest again", folder / head.tag)
+
+        peers.run(take, "return of a manifest")
+
+    def _lock(self) -> contextlib.closing[locks.Lock]:
+        """The lock alone: what an earlier try left in the folder is gone on with."""
+        return contextlib.closing(locks.take_save_folder(self._owned, hint="end that job first"))
+
+    def _look(self, tag: str | None, read: str | None) -> list[list[Held]]:
         folder, peers, options = self._folder, self._peers, self._options
         tags = None if tag is None else [tag]
         if read is None:
@@ -135,6 +182,21 @@ class _Supply:
         whole = {ranks: inventory.merged([seen[rank] for rank in ranks]) for ranks in place.all_places}
         return [next(w for ranks, w in whole.items() if rank in ranks) for rank in range(len(seen))]
 
+    def beside(
+        self, chosen: Held, wanted: Sequence[Sequence[str]], deliveries: Sequence[Delivery]
+    ) -> list[Delivery]:
+        """For files beside the tag folder alone, from whoever has most of them.  Collective."""
+        there = self._peers.run(lambda: catalog.beside(self._folder, chosen.tag), _LOOK)
+        places = self.place().all_places
+        found = []
+        for ranks in places:
+            missing = {name for rank in ranks for name in wanted[rank]} - set(there[ranks[0]])
+            given = {p[0]: len(missing & set(there[p[0]])) for p in places if p != ranks}
+            source = max(given, key=lambda p: given[p], default=ranks[0])
+            if given.get(source) and not any((d.source, d.target) == (source, ranks[0]) for d in deliveries):
+                found.append(Delivery(source, ranks[0], ()))
+        return found
+
     def deliver(self, chosen: Held, deliveries: Sequence[Delivery], *, doubted: bool) -> None:
         """All at once, each in a thread of its own on both ends.  Collective."""
         start, peers, options = time.monotonic(), self._peers, self._options
@@ -143,8 +205,10 @@ class _Supply:
         if peers.rank == 0:
             for d in deliveries:
                 log.info(
-                    "%s: rank %d on %s gets the files of ranks %s from rank %d on %s",
-                    folder, *meeting.nodes[d.target], list(d.ranks), *meeting.nodes[d.source],
+                    "%s: rank %d on %s gets %s from rank %d on %s",
+                    folder, *meeting.nodes[d.target],
+                    f"the files of ranks {list(d.ranks)}" if d.ranks else "files beside it",
+                    *meeting.nodes[d.source],
                 )  # fmt: skip
         mine = [d for d in deliveries if peers.rank in (d.source, d.target)]
         receives = any(d.target == peers.rank for d in mine)
@@ -153,8 +217,7 @@ class _Supply:
 
             def own() -> None:
                 if receives:
-                    # The lock alone: what an earlier try left here is gone on with.
-                    undo.callback(locks.take_save_folder(self._owned, hint="end that job first").close)
+                    undo.enter_context(self._lock())
 
             def connect() -> None:
                 for d in mine:

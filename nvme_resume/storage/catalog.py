@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -72,21 +73,31 @@ def beside_of(names: Iterable[str], tags: Container[str]) -> list[str]:
 Share = Callable[[int], Iterable[int]]
 
 _use_lock = threading.Lock()
-in_use: Counter[Path] = (
+_uses: Counter[str] = (
     Counter()
-)  # checkpoints that are being copied elsewhere, or added to: not to be removed
+)  # real paths of checkpoints that are being copied elsewhere, or added to, or kept
 under_way: set[Path] = set()  # staging folders of this process's own saves
 
 
 def use(path: Path) -> Callable[[], None]:
     """Keep a checkpoint from being removed, until what is returned is called, once."""
-    _count(path, 1)
-    return partial(_count, path, -1)
+    key = os.path.realpath(path)  # however somebody writes it
+    _count(key, 1)
+    return partial(_count, key, -1)
 
 
-def _count(path: Path, change: int) -> None:
+def _count(key: str, change: int) -> None:
     with _use_lock:  # += is no single step, and threads come and go
-        in_use[path] += change
+        _uses[key] += change
+        if not _uses[key]:
+            del _uses[key]
+
+
+def is_used(path: Path) -> bool:
+    """May it not be removed?  Nor the folder that it lies in."""
+    key = os.path.realpath(path)
+    with _use_lock:
+        return any(key in (used, os.path.dirname(used)) for used in _uses)  # noqa: PTH120
 
 
 class Entry(NamedTuple):

@@ -74,8 +74,18 @@ def _part(source: Path | Remote, tag: str | None) -> Part | None:
     head = records.read_manifest(folder)
     if head.tag != tag:
         raise CorruptError("it holds another tag", path=str(folder), expected=tag, found=head.tag)
-    ranks = [r for r in range(head.world_size) if (folder / layout.rank_record(r)).is_file()]
-    return Part(source, head, tuple(ranks))
+    return Part(source, head, _ranks(folder, head))
+
+
+def _ranks(folder: Path, head: Manifest) -> tuple[int, ...]:
+    return tuple(r for r in range(head.world_size) if (folder / layout.rank_record(r)).is_file())
+
+
+def _without_manifest(source: Path | Remote, head: Manifest) -> Part | None:
+    """The part of a folder whose own manifest is damaged, where its records tell that it is this checkpoint."""
+    if isinstance(source, Remote) or records.left_of(source / head.tag) != head.checkpoint_id:
+        return None
+    return Part(source, head, _ranks(source / head.tag, head))
 
 
 def gather(
@@ -94,6 +104,8 @@ def gather(
         raise _differs(
             there, head, "another checkpoint has that tag in the target", "gather into an empty folder"
         )
+    if there is not None and not any(part.source == into for part in parts):
+        parts.append(there)  # what is there already
     moved = _bring(parts, into, head, options, show=show)
     present = catalog.look(into, head.tag)
     if present.problem is not None:
@@ -120,10 +132,11 @@ def _choose(sources: Sequence[Path | Remote], tag: str | None) -> tuple[Manifest
             "no checkpoint of nvme_resume in any of the folders", tag=tag, path=", ".join(map(_name, sources))
         )
     for problem in damaged:
-        log.warning("left out: %s", problem)
+        log.warning("damaged: %s", problem)
     head = max((p.head for p in parts), key=lambda h: h.global_steps)
     # The newest of one node may be older than that of another.
-    parts = [part for source in sources if (part := look(source, head.tag, [])) is not None]
+    found = [look(source, head.tag, []) or _without_manifest(source, head) for source in sources]
+    parts = [part for part in found if part is not None]
     for part in parts:
         if not same_checkpoint(part.head, head):
             hint = "leave out the folder that belongs to another run, or name an older --tag"
@@ -158,9 +171,14 @@ def _fill(inbox: Intake, parts: Sequence[Part], head: Manifest, options: Options
     _refuse_lost(missing, parts, head)
     problems: dict[int, CorruptError] = {}
     moved = 0
-    # This machine's folders first; where a part turns out damaged, the next one that has it.
-    for part in sorted(parts, key=lambda part: isinstance(part.source, Remote)):
-        for rank in [rank for rank in part.ranks if rank in missing]:
+    # With hashes first: what has none cannot be told from what was damaged.  Then this machine's folders.
+    order = [
+        (part, rank)
+        for part in sorted(parts, key=lambda p: isinstance(p.source, Remote))
+        for rank in part.ranks
+    ]
+    for part, rank in sorted(order, key=lambda one: not _sealed(*one)):
+        if rank in missing:
             try:
                 moved += _rank(part, rank, inbox, options, show=show)
             except CorruptError as error:
@@ -172,6 +190,11 @@ def _fill(inbox: Intake, parts: Sequence[Part], head: Manifest, options: Options
     if missing:
         raise problems[missing[0]]
     return moved
+
+
+def _sealed(part: Part, rank: int) -> bool:
+    """Does it have the hashes of a rank's files?"""
+    return isinstance(part.source, Remote) or (part.source / part.head.tag / layout.seal(rank)).is_file()
 
 
 def _refuse_lost(missing: Sequence[int], parts: Sequence[Part], head: Manifest) -> None:

@@ -9,7 +9,6 @@ file that is there in part, everything before the first bad chunk stays.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,8 +17,8 @@ import xxhash
 
 from nvme_resume import layout
 from nvme_resume.config import Options
-from nvme_resume.errors import CorruptError, NoCheckpointError, NvmeResumeError
-from nvme_resume.manifest import FileSeal, Manifest, RankRecord, Record, same_checkpoint
+from nvme_resume.errors import CorruptError, NoCheckpointError
+from nvme_resume.manifest import FileSeal, Manifest, Record, same_checkpoint
 from nvme_resume.storage import catalog, commit, records, room, transfer, verify
 from nvme_resume.storage import disk as seam
 from nvme_resume.storage.seal import HeldFolder
@@ -106,7 +105,8 @@ class Intake:
     def _hold(self) -> HeldFolder | None:
         """The checkpoint, which may be replaced or removed meanwhile.  None: it is to be made.
 
-        Also where its manifest is damaged or missing: that is no checkpoint any more, and the new one takes its place.
+        Every node has the same manifest, so a damaged or missing one is written anew, where other records tell that
+        it is this checkpoint.  Whatever else lies under the tag is somebody's, and stays.
         """
         if self._new and not self._target.is_dir():
             return None
@@ -117,10 +117,12 @@ class Intake:
             except CorruptError as error:
                 if not self._new:
                     raise
-                if _is_left_of(held.path, self._head):
+                if not any(not path.is_dir() for path in held.path.rglob("*")):
                     return None
-                held.say_where(error)
-                raise self._another(f"no record of it; {error.message}") from error
+                if records.left_of(held.path) != self._head.checkpoint_id:
+                    raise self._another(f"no record of it; {error.message}") from error
+                records.write_late(held.path, layout.manifest(), self._head)
+                found = records.read_manifest(held.path)
             if not same_checkpoint(found, self._head):
                 raise self._another(found.checkpoint_id)
             undo.pop_all()
@@ -154,14 +156,13 @@ class Intake:
         return False
 
     def is_good(self, rank: int, options: Options, *, show: bool = False) -> bool:
-        """Is a rank's part all here, to the last byte?  What has no hashes is believed as ``lacks`` does."""
+        """Is a rank's part all here, to the last byte?  Not for sure without hashes."""
         tag = self._head.tag
         try:
             found = records.read_rank(self.folder, self._head, rank)
             if found.seal is None:
-                verify.structure(self.folder, found.record.files, rank=rank, tag=tag)
-            else:
-                verify.full(self.folder, found.seal.files, options, rank=rank, tag=tag, show=show)
+                return False
+            verify.full(self.folder, found.seal.files, options, rank=rank, tag=tag, show=show)
         except CorruptError:
             return False
         return True
@@ -244,22 +245,6 @@ class Intake:
         """Remove what was not published; what was there before stays."""
         if self._held is None:
             commit.discard(self._save_dir, self._staging, self._head.checkpoint_id)
-
-
-def _is_left_of(folder: Path, head: Manifest) -> bool:
-    """Is a folder without a readable manifest nothing but the remains of that checkpoint?
-
-    Not where a record says otherwise, nor where plain DeepSpeed, which has no records, may have saved.
-    """
-    records_there = [p for p in (folder / layout.RECORDS).glob("rank*.json") if p.name.count(".") == 1]
-    ids = set()
-    for path in records_there:
-        with contextlib.suppress(NvmeResumeError):
-            ids.add(records.read(folder, f"{layout.RECORDS}/{path.name}", RankRecord).checkpoint_id)
-    if ids:
-        return ids == {head.checkpoint_id}
-    ours = bool(records_there) or os.path.lexists(folder / layout.manifest())
-    return ours or not any(folder.glob("*_states.pt"))
 
 
 def missing(folder: Path, files: Mapping[str, FileSeal], options: Options) -> list[Need]:

@@ -31,7 +31,7 @@ def prune(save_dir: Path, keep_last: int, share: catalog.Share = range) -> list[
     """Remove what ``outdated`` lists, by whoever holds the folder's lock; the tags.  Raises OSError."""
     removed = []
     for entry in outdated(save_dir, keep_last, share):
-        if catalog.in_use[save_dir / entry.tag]:
+        if catalog.is_used(save_dir / entry.tag):
             continue  # the next rotation takes it
         remove(save_dir, entry.tag)
         removed.append(entry.tag)

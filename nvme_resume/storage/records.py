@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from nvme_resume import integrity, layout, manifest
-from nvme_resume.errors import CorruptError, NoCheckpointError
+from nvme_resume.errors import CorruptError, NoCheckpointError, NvmeResumeError
 from nvme_resume.manifest import Extras, Manifest, RankRecord, Record, Seal
 from nvme_resume.storage import disk as seam
 
@@ -105,6 +105,24 @@ def read_manifest(folder: Path) -> Manifest:
     head = read(folder, layout.manifest(), Manifest)
     integrity.check_manifest(head, str(folder / layout.manifest()))
     return head
+
+
+def left_of(folder: Path) -> str | None:
+    """The id of the checkpoint that a folder without a readable manifest is left of.
+
+    None where no record is readable, or they contradict each other: then it may be anybody's.
+    """
+    ids: set[str] = set()
+    for path in sorted((folder / layout.RECORDS).glob("rank*.json")):
+        name = f"{layout.RECORDS}/{path.name}"
+        with contextlib.suppress(NvmeResumeError):
+            if path.name.endswith(".seal.json"):
+                ids.add(read(folder, name, Seal).checkpoint_id)
+            elif path.name.endswith(".extras.json"):
+                ids.add(read(folder, name, Extras).checkpoint_id)
+            else:
+                ids.add(read(folder, name, RankRecord).checkpoint_id)
+    return ids.pop() if len(ids) == 1 else None
 
 
 def read_rank(folder: Path, head: Manifest, rank: int) -> OfRank:

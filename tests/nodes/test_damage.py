@@ -59,6 +59,18 @@ def damaged_manifest(tmp: Path) -> None:
     flip(record(tmp, 1))
 
 
+def manifest_and_a_part_elsewhere(tmp: Path) -> None:
+    """Each node has a good copy of what is bad on the other one, but for the manifest."""
+    damaged_manifest(tmp)
+    flip(a_file(tmp, 0, 0))
+
+
+def manifest_of_the_only_one_with_its_part(tmp: Path) -> None:
+    damaged_manifest(tmp)
+    record(tmp, 0, "rank01.json").unlink()
+    a_file(tmp, 0, 1).unlink()
+
+
 def no_content(tmp: Path) -> None:
     shutil.rmtree(tag_folder(tmp, 1))
     tag_folder(tmp, 1).mkdir()
@@ -92,6 +104,8 @@ def damaged_model_file(tmp: Path) -> None:
     [
         (no_manifest, None),
         pytest.param(damaged_manifest, None, marks=matrix),
+        (manifest_and_a_part_elsewhere, cases.TAG),
+        (manifest_of_the_only_one_with_its_part, None),
         pytest.param(no_content, None, marks=matrix),
         pytest.param(half_of_the_files, cases.TAG, marks=matrix),
         (damaged_record, None),
@@ -105,10 +119,16 @@ def test_a_good_copy_takes_the_place_of_a_damaged_one(
     nodes: Path, base: tuple[Path, harness.Run], damage: Callable[[Path], None], tag: str | None
 ) -> None:
     damage(nodes)
+    whole_before = [cases.records_in(cases.folder(nodes, node)) for node in (0, 1)]
+    notes = tag_folder(nodes, 1) / "notes.txt"
+    if damage is not no_content:
+        notes.write_text("somebody's")
     options = {**OPTIONS, "verify": "full"}
     cases.assert_resumes(nodes, base[1], options, {"dir": "ck", "tag": tag})
-    audit.check(cases.folder(nodes, 0) / cases.TAG, "full")
-    assert 1 in cases.records_in(cases.folder(nodes, 1))
+    # Nothing that was there is gone.
+    assert notes.is_file() or damage is no_content
+    for node, before in enumerate(whole_before):
+        assert {node, *before} <= set(cases.records_in(cases.folder(nodes, node)))
     # Once and for all: nothing has to come again.
     cases.assert_resumes(nodes, base[1], options, {"dir": "ck", "tag": tag})
     assert " gets the files of ranks" not in (nodes / "log-resumed.0.txt").read_text()
@@ -138,7 +158,9 @@ def test_one_of_two_copies_is_damaged(tmp_path: Path) -> None:
     audit.check(cases.folder(tmp_path, 2) / cases.TAG, "full")
 
 
-@pytest.mark.parametrize("whose", ["another run's", pytest.param("plain DeepSpeed's", marks=matrix)])
+@pytest.mark.parametrize(
+    "whose", ["another run's", "somebody's", pytest.param("plain DeepSpeed's", marks=matrix)]
+)
 def test_what_is_not_ours_is_left_alone(nodes: Path, base: tuple[Path, harness.Run], whose: str) -> None:
     """The tag means something else on node 1, where the manifest is not there to say so."""
     if whose == "another run's":
@@ -148,11 +170,19 @@ def test_what_is_not_ours_is_left_alone(nodes: Path, base: tuple[Path, harness.R
         shutil.rmtree(tag_folder(nodes, 1))
         shutil.copytree(tag_folder(again, 1), tag_folder(nodes, 1))
         record(nodes, 1).unlink()
+    elif whose == "somebody's":
+        shutil.rmtree(tag_folder(nodes, 1))
+        tag_folder(nodes, 1).mkdir()
+        (tag_folder(nodes, 1) / "precious.txt").write_text("")
+        code, _, said = nvme_resume(
+            "gather", cases.folder(nodes, 0), "--to", cases.folder(nodes, 1), "--tag", cases.TAG
+        )
+        assert code == 10 and "no record of it" in said, said
     else:
         shutil.rmtree(tag_folder(nodes, 1) / layout.RECORDS)
     there = sorted(p.name for p in tag_folder(nodes, 1).rglob("*"))
     case = {**cases.CASE, **cases.nodes(nodes), "nvme_checkpoint": OPTIONS}
-    failing = [{"dir": "ck", "tag": cases.TAG}] if whose == "another run's" else []
+    failing = [{"dir": "ck", "tag": cases.TAG}] if whose != "plain DeepSpeed's" else []
     found = harness.run(nodes, "resumed", 2, **case, seed=2, failing_loads=failing, load="ck")
     for rank, whole in zip(found.ranks, base[1].ranks, strict=True):
         assert rank["start"] == 1 and rank["losses"] == whole["losses"][1:]
@@ -184,8 +214,25 @@ def test_gather_by_hand_takes_what_is_good(nodes: Path) -> None:
     assert code == 0 and "nothing to copy" not in said, said
     assert nvme_resume("verify", target / cases.TAG, "--level", "full")[0] == 0
 
+    # What has no hashes cannot be told from what was damaged: the copy that has them comes first.
+    for path in (tag_folder(nodes, 0) / layout.RECORDS).glob("*.seal.json"):
+        path.unlink()
+    flip(a_file(nodes, 0, 0))
+    shutil.rmtree(target)
+    code, _, said = nvme_resume("gather", one, two, "--to", target)
+    assert code == 0, said
+    good = a_file(nodes, 1, 0)
+    assert (target / good.relative_to(two)).read_bytes() == good.read_bytes()
+
+    # A manifest that is damaged in one folder does not hide its parts.
+    record(nodes, 1).write_text("{")
+    code, _, said = nvme_resume("gather", one, two, "--to", nodes / "all2")
+    assert code == 0 and nvme_resume("verify", nodes / "all2" / cases.TAG, "--level", "full")[0] == 0, said
+    code, _, said = nvme_resume("gather", one, "--to", two, "--tag", cases.TAG)  # and is mended where they go
+    assert code == 0 and nvme_resume("verify", two / cases.TAG, "--level", "full")[0] == 0, said
+
     flip(a_file(nodes, 1, 1))  # now nobody has it
-    code, _, said = nvme_resume("gather", one, two, "--to", nodes / "none")
+    code, _, said = nvme_resume("gather", one, two, "--to", nodes / "none", "--tag", cases.TAG)
     assert code == 12 and a_file(nodes, 1, 1).name in said
     assert [p.name for p in (nodes / "none").iterdir() if "global_step" in p.name] == []
 

@@ -63,6 +63,19 @@ def test_a_link_that_cannot_keep_up(tmp_path: Path) -> None:
     assert cases.records_in(main, f"global_step{last}") == [0, 1]
 
 
+def test_one_save_a_run(tmp_path: Path) -> None:
+    """The disks do not fill, however short the runs are."""
+    case = {**cases.CASE, **cases.nodes(tmp_path)}
+    options = {**WHERE["gather"], "timeout_seconds": 20}
+    for at in (1, 2, 3):
+        load = "ck" if at > 1 else None
+        harness.run(
+            tmp_path, f"run{at}", 2, **{**case, "until": at}, seed=at, load=load, saves=[{**cases.SAVE, "at": at}],
+            nvme_checkpoint=options,
+        )  # fmt: skip
+    assert [tags(cases.folder(tmp_path, node)) for node in (0, 1)] == [[2, 3]] * 2
+
+
 def test_options_that_differ_between_nodes(tmp_path: Path) -> None:
     case = {**cases.CASE, **cases.nodes(tmp_path), "until": 1}
     of_ranks = [{"gather": "main", "timeout_seconds": 20}, {"replicas": 1, "timeout_seconds": 20}]

@@ -25,6 +25,7 @@ from nvme_resume.places import Place
 from nvme_resume.storage import audit, catalog, download, gather, records, remote, transfer, upload
 from nvme_resume.storage.background import Gate
 from nvme_resume.storage.catalog import Saved
+from nvme_resume.storage.limit import Limit
 from nvme_resume.storage.remote import Remote
 from nvme_resume.storage.upload import Moved, Part
 from tests import object_store
@@ -324,7 +325,15 @@ def test_a_folder_that_is_no_trainers_brings_nothing_else(tmp_path: Path, store:
 
 
 def engine_side(url: str, **options: object) -> uploads.Uploads:
-    return uploads.Uploads(Options(upload=url, **options), Peers(10), Gate())  # type: ignore[arg-type]
+    return uploads.Uploads(Options(upload=url, **options), Peers(10), Gate(), Limit(0))  # type: ignore[arg-type]
+
+
+def is_over(work: uploads.Uploads, seconds: float = 0.0) -> bool:
+    """As ``wait_for_checkpoint`` asks."""
+    if not work.ended(seconds):
+        return False
+    work.raise_failure()
+    return True
 
 
 def place(*ranks: int) -> Place:
@@ -345,14 +354,14 @@ def test_a_failed_upload_is_told_and_tried_again_with_the_next_save(tmp_path: Pa
     work = engine_side(f"s3://{absent}/run")
     work.begin(committed(one), place(0, 1), latest=True)
     with pytest.raises(StorageError, match="bucket") as caught:
-        while not work.wait(1):
+        while not is_over(work, 1):
             pass
     assert caught.value.path is not None and caught.value.path.startswith(f"s3://{absent}/run/t1/")
-    assert work.wait(0) and not catalog.in_use[one]
+    assert is_over(work) and not catalog.is_used(one) and work.owed()
 
     bucket.client.create_bucket(Bucket=absent)
     work.begin(committed(two), place(0, 1), latest=True)
-    until(lambda: work.wait(0.1))
+    until(lambda: is_over(work, 0.1))
     found = bucket.client.list_objects_v2(Bucket=absent)["Contents"]
     assert {o["Key"] for o in found} >= {f"run/{t}/{layout.manifest()}" for t in ("t1", "t2")}
     # The older one went first, and did not take ``latest`` along afterwards.
@@ -367,7 +376,7 @@ def test_no_server_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     folder = make(tmp_path / "ck")
     work.begin(committed(folder), place(0, 1), latest=True)
     with pytest.raises(StorageError, match=r"127\.0\.0\.1:9"):
-        while not work.wait(1):
+        while not is_over(work, 1):
             pass
     work.close()
 
@@ -394,11 +403,11 @@ def test_what_is_removed_meanwhile_is_no_error(tmp_path: Path) -> None:
     kept = seal.rename(seal.with_suffix(".kept"))
     work = engine_side(f"file://{tmp_path}/store", timeout_seconds=20)
     work.begin(committed(folder), place(0, 1), latest=True)
-    assert catalog.in_use[folder] == 1 and not work.wait(0.2)  # it waits for the hashes
+    assert catalog.is_used(folder) and not work.ended(0.2)  # it waits for the hashes
     kept.rename(tmp_path / "seal")
     shutil.rmtree(folder)
-    until(lambda: work.wait(0.1))
-    assert not catalog.in_use[folder]
+    until(lambda: is_over(work, 0.1))
+    assert not catalog.is_used(folder)
     work.close()
 
 
