@@ -228,10 +228,31 @@ def save_checkpoint(
             raise SystemExit from error
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, no_limit)
+    if save.get("network_fails") == rank:
+        fail_next_send()
+    for _ in range(save.get("waits", 0)):
+        try:
+            engine.wait_for_checkpoint()
+        except NvmeResumeError as error:
+            result.setdefault("wait_errors", []).append({"type": type(error).__name__, "text": str(error)})
     if not save.get("skip_digest"):
         result.setdefault("saved", []).append(digests(engine))
     if save.get("remove") and rank == 0:
         shutil.rmtree(save["dir"])
+
+
+def fail_next_send() -> None:
+    """The network breaks once, in the middle of a file that goes to another node."""
+    from nvme_resume.nodes.channel import Channel
+
+    send = Channel.send_block
+
+    def fail(self: Any, block: Any) -> Any:
+        Channel.send_block = send  # type: ignore[method-assign]
+        with self._named("sending"):
+            raise RuntimeError("the network is down")
+
+    Channel.send_block = fail  # type: ignore[method-assign]
 
 
 refused: list[tuple[str, str]] = []

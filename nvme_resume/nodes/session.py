@@ -319,7 +319,9 @@ class _Heard(Exception):
 def _hear(channel: Channel, kind: type[M]) -> M:
     message = channel.receive(kind)
     if message.error is not None:
-        raise _Heard(message.error.error(str(channel.there)))
+        error = message.error.error(str(channel.there))
+        error.rank = channel.there.rank if error.rank is None else error.rank
+        raise _Heard(error)
     return message
 
 

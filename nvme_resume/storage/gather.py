@@ -169,32 +169,46 @@ def _bring(parts: Sequence[Part], into: Path, head: Manifest, options: Options, 
 def _fill(inbox: Intake, parts: Sequence[Part], head: Manifest, options: Options, *, show: bool) -> int:
     missing = [rank for rank in range(head.world_size) if not inbox.is_good(rank, options, show=show)]
     _refuse_lost(missing, parts, head)
-    problems: dict[int, CorruptError] = {}
     moved = 0
-    # With hashes first: what has none cannot be told from what was damaged.  Then this machine's folders.
-    order = [
-        (part, rank)
-        for part in sorted(parts, key=lambda p: isinstance(p.source, Remote))
-        for rank in part.ranks
-    ]
-    for part, rank in sorted(order, key=lambda one: not _sealed(*one)):
-        if rank in missing:
-            try:
-                moved += _rank(part, rank, inbox, options, show=show)
-            except CorruptError as error:
-                problems[rank] = error
-                continue
-            missing.remove(rank)
-            if rank in problems:
-                log.warning("the part of rank %d came from %s instead; %s", rank, part, problems[rank])
-    if missing:
-        raise problems[missing[0]]
+    for rank in missing:
+        # With hashes first: what has none cannot be told from what was damaged.  Then this machine's folders.
+        holders = [part for part in parts if rank in part.ranks]
+        holders.sort(key=lambda part: (not _sealed(part, rank), isinstance(part.source, Remote)))
+        moved += _rank(rank, holders, inbox, options, show=show)
     return moved
 
 
 def _sealed(part: Part, rank: int) -> bool:
     """Does it have the hashes of a rank's files?"""
     return isinstance(part.source, Remote) or (part.source / part.head.tag / layout.seal(rank)).is_file()
+
+
+def _rank(rank: int, holders: Sequence[Part], inbox: Intake, options: Options, *, show: bool) -> int:
+    """One rank's part, each file from the first that has a good one; bytes that came.  CorruptError when none has."""
+    known: records.OfRank | None = None
+    problems: list[CorruptError] = []
+    moved = 0
+    for part in holders:
+        try:
+            if isinstance(part.source, Remote):
+                moved += download.bring(part.source, part.head, [rank], inbox, options)
+            else:
+                folder = part.source / part.head.tag
+                if known is None:
+                    known = records.read_rank(folder, part.head, rank)
+                if known.seal is None:
+                    known = seal.read_rank(folder, part.head, rank, options, show=show)
+                needs = inbox.needs(rank, known, options)
+                inbox.make_room(needs)
+                moved += inbox.copy(rank, folder, needs, options, show=show)
+                inbox.finish_rank(rank, known)
+        except CorruptError as error:
+            problems.append(error)
+            continue
+        if problems:
+            log.warning("the part of rank %d came from %s instead; %s", rank, part, problems[0])
+        return moved
+    raise problems[0]
 
 
 def _refuse_lost(missing: Sequence[int], parts: Sequence[Part], head: Manifest) -> None:
@@ -207,19 +221,6 @@ def _refuse_lost(missing: Sequence[int], parts: Sequence[Part], head: Manifest) 
             path=", ".join(map(str, parts)),
             hint=f"bring the folder of {', '.join(hosts)}",
         )
-
-
-def _rank(part: Part, rank: int, inbox: Intake, options: Options, *, show: bool) -> int:
-    """One rank's part; bytes that came."""
-    if isinstance(part.source, Remote):
-        return download.bring(part.source, part.head, [rank], inbox, options)
-    folder = part.source / part.head.tag
-    of_rank = seal.read_rank(folder, part.head, rank, options, show=show)
-    needs = inbox.needs(rank, of_rank, options)
-    inbox.make_room(needs)
-    nbytes = inbox.copy(rank, folder, needs, options, show=show)
-    inbox.finish_rank(rank, of_rank)
-    return nbytes
 
 
 def beside(sources: Sequence[Path | Remote], into: Path, tag: str, options: Options) -> int:

@@ -197,22 +197,37 @@ class Intake:
     ) -> int:
         """Files from a folder on this machine, by the native copier; bytes that came.
 
-        CorruptError when one is not what was saved, NoSpaceError, StorageError.
+        CorruptError when one is not what was saved, after all that are good have come; NoSpaceError, StorageError.
         """
-        tag, copies = self._head.tag, []
-        arrivals = [self.arrival(rank, need) for need in needs]
-        for need, arrival in zip(needs, arrivals, strict=True):
-            path = verify.path_of(source, need.relative, rank=rank, tag=tag)
+        tag, problems = self._head.tag, []
+        coming: list[tuple[Need, transfer.Copy, Arrival]] = []
+        for need in needs:
+            try:
+                path = verify.path_of(source, need.relative, rank=rank, tag=tag)
+                verify.check_size(path, need.known.size, rank=rank, tag=tag)
+            except CorruptError as error:
+                problems.append(error)
+                continue
+            arrival = self.arrival(rank, need)
             size, at = need.known.size - need.offset, need.offset
-            copies.append(transfer.Copy(path, arrival.partial, size, at, at, truncate=at == 0))
-        found = transfer.run(copies, options, what=f"files of rank {rank}", sync=True, show=show)
-        for need, copy, seen, arrival in zip(needs, copies, found, arrivals, strict=True):
+            copy = transfer.Copy(path, arrival.partial, size, at, at, truncate=at == 0)
+            coming.append((need, copy, arrival))
+        found = transfer.run(
+            [copy for _, copy, _ in coming], options, what=f"files of rank {rank}", sync=True, show=show
+        )
+        for (need, copy, arrival), seen in zip(coming, found, strict=True):
             chunks = need.known.chunks[: need.offset // CHUNK_BYTES * _DIGITS] + seen.chunks
             digest = transfer.digest_of_chunks(chunks)
             whole = FileSeal(size=need.offset + seen.size, digest=digest, chunks=chunks)
-            verify.compare(copy.src, need.known, whole, rank=rank, tag=tag)
-            arrival.finish()
-        return sum(copy.nbytes for copy in copies)
+            try:
+                verify.compare(copy.src, need.known, whole, rank=rank, tag=tag)
+            except CorruptError as error:
+                problems.append(error)
+            else:
+                arrival.finish()
+        if problems:
+            raise problems[0]
+        return sum(copy.nbytes for _, copy, _ in coming)
 
     def finish_rank(self, rank: int, of_rank: records.OfRank) -> None:
         """All its files are here: their names become durable, then its records appear, the rank record last."""

@@ -133,6 +133,14 @@ def test_a_node_with_a_new_disk(tmp_path: Path) -> None:
     assert {"rng_state_1.pth", "trainer_state.json", "latest"} <= names
     assert not list((second / "checkpoint-4").rglob("rank00.json"))
 
+    # A file of the Trainer alone is missing; without it the losses would be others.
+    for out in (first, second):
+        shutil.rmtree(out / "checkpoint-6")
+    (second / "checkpoint-4" / "rng_state_1.pth").unlink()
+    resumed, log = runs.run(tmp_path, "again", 2, nodes=True, **case, seed=3, resume=True)
+    assert resumed["logs"] == whole["logs"]
+    assert "gets files beside it from" in (tmp_path / "log-again.0.txt").read_text()
+
 
 def test_the_last_whole_folder_outlives_the_limit(tmp_path: Path) -> None:
     """While newer ones are on their way to the master, over a link that is slower than the saves."""
@@ -162,10 +170,16 @@ def test_the_last_whole_folder_outlives_the_limit(tmp_path: Path) -> None:
     assert "no node has the files of ranks [1]" in said
 
 
-def test_whole_folders_are_uploaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_background", [False, True], ids=["", "async"])
+def test_whole_folders_are_uploaded(tmp_path: Path, in_background: bool) -> None:
     """What lies under the URL, copied back, resumes."""
     bucket = tmp_path / "bucket"
-    case = {"steps": 6, "nvme_checkpoint": {"upload": bucket.as_uri()}, "arguments": {"logging_steps": 1}}
+    options = {
+        "upload": bucket.as_uri(),
+        "async": in_background,
+        "method": "direct" if in_background else "auto",
+    }
+    case = {"steps": 6, "nvme_checkpoint": options, "arguments": {"logging_steps": 1}}
     whole, log = runs.run(tmp_path, "whole", 2, **case, ends_as_usual=True)
     for step in (3, 6):
         folder = bucket / f"checkpoint-{step}"

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from nvme_resume import layout
 from tests import harness
 
 CASE: dict[str, Any] = {"layers": 3, "until": 4}
@@ -57,8 +56,3 @@ def ranks_in(save_dir: Path, tag: str = TAG) -> list[int]:
 def replace_disk(tmp: Path, node: int) -> None:
     """The node comes back with an empty one."""
     shutil.rmtree(tmp / "nodes" / f"node{node}")
-
-
-def damage_manifest(tmp: Path, node: int) -> None:
-    """That of its checkpoint is no longer one."""
-    (folder(tmp, node) / TAG / layout.manifest()).write_text("{")

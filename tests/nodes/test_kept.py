@@ -63,6 +63,22 @@ def test_a_link_that_cannot_keep_up(tmp_path: Path) -> None:
     assert cases.records_in(main, f"global_step{last}") == [0, 1]
 
 
+def test_waiting_brings_what_was_put_off_and_what_has_failed(tmp_path: Path) -> None:
+    """Told once, tried again by the next wait; none says that all is well before it is."""
+    last = 5
+    case = {**cases.CASE, **cases.nodes(tmp_path), "until": last}
+    options = {"replicas": 1, "timeout_seconds": 8, "network_limit_mib": 2.0}
+    saves = [*quick(*range(1, last)), {**quick(last)[0], "network_fails": 0, "waits": 3}]
+    found = harness.run(tmp_path, "whole", 2, **case, saves=saves, nvme_checkpoint=options)
+    assert "does not go to other nodes" in (tmp_path / "log-whole.0.txt").read_text()
+    for rank in found.ranks:
+        (error,) = rank["wait_errors"]
+        assert error["type"] == "PeerError", error
+    for node in (0, 1):
+        audit.check(cases.folder(tmp_path, node) / f"global_step{last}", "full")
+        assert cases.records_in(cases.folder(tmp_path, node), f"global_step{last}") == [0, 1]
+
+
 def test_one_save_a_run(tmp_path: Path) -> None:
     """The disks do not fill, however short the runs are."""
     case = {**cases.CASE, **cases.nodes(tmp_path)}

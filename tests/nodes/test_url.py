@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nvme_resume import layout
+from nvme_resume.storage import audit
 from tests import harness, object_store
 from tests.nodes import cases
 
@@ -37,13 +38,26 @@ def test_a_server_that_is_away_stops_no_training(
     mishap = {"limit_rank": 9}  # errors are noted
     saves = [{"at": 1, "dir": str(tmp_path / "ck"), "wait": True, "skip_digest": True, **mishap}]
     case = {"layers": 1, "until": 2, "skip_final_digest": True, "nvme_checkpoint": {"upload": bucket.url}}
-    run = harness.run(tmp_path, "whole", 2, **case, saves=saves)
+    run = harness.run(tmp_path, "whole", 2, **case, saves=saves, end="abrupt")
     for rank in run.ranks:
         assert len(rank["losses"]) == 2
         (error,) = rank["save_errors"]
         assert error["type"] == "StorageError" and bucket.url in error["text"] and "rank 0" in error["text"]
     assert "training goes on" in (tmp_path / "log-whole.0.txt").read_text()
     assert not bucket.objects()
+
+
+@pytest.mark.parametrize("in_background", [True, pytest.param(False, marks=pytest.mark.matrix)])
+def test_waiting_uploads_what_was_put_off(tmp_path: Path, in_background: bool) -> None:
+    """Uploads cannot keep up with the saves, which is said; the last one goes when it is waited for."""
+    url = (tmp_path / "bucket").as_uri()
+    options = {"upload": url, "async": in_background, "method": "direct", "network_limit_mib": 4.0}
+    saves = [{"at": at, "dir": str(tmp_path / "ck"), "skip_digest": True} for at in range(1, 7)]
+    case = {"layers": 1, "until": 6, "skip_final_digest": True}
+    harness.run(tmp_path, "whole", 1, **case, saves=saves, nvme_checkpoint=options)
+    assert "is not uploaded" in (tmp_path / "log-whole.0.txt").read_text()
+    assert (tmp_path / "bucket" / "latest").read_text() == "global_step6"
+    audit.check(tmp_path / "bucket" / "global_step6", "full")
 
 
 def test_a_missing_package_stops_the_start(tmp_path: Path) -> None:
