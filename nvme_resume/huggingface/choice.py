@@ -25,12 +25,14 @@ _LARGEST_STATE = 1 << 30  # bytes
 
 def newest(output_dir: Path) -> Path | None:
     """The newest complete ``checkpoint-N`` as this process sees it, or None; says what was skipped and why."""
+    logs.ensure_visible()  # there is no engine yet
     ownership.mend(output_dir)
     return _choose(output_dir, [_problems(output_dir)], {}, speak=True)
 
 
 def newest_of_all(output_dir: Path, peers: Peers) -> Path | None:
     """The newest that is complete on every rank, the same on all.  Collective."""
+    logs.ensure_visible()  # there is no engine yet
     peers.run(
         lambda: ownership.mend(output_dir), "look at the output folder"
     )  # one of them does; the others wait
@@ -127,7 +129,6 @@ def _choose(
             break
         skipped.append(f"{name} ({problem})")
     if skipped and speak:
-        logs.ensure_visible()  # there is no engine yet
         log.warning(
             "%s; skipped: %s",
             f"resuming from {output_dir / chosen}"

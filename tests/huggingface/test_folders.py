@@ -174,11 +174,7 @@ def test_the_last_whole_folder_outlives_the_limit(tmp_path: Path) -> None:
 def test_whole_folders_are_uploaded(tmp_path: Path, in_background: bool) -> None:
     """What lies under the URL, copied back, resumes."""
     bucket = tmp_path / "bucket"
-    options = {
-        "upload": bucket.as_uri(),
-        "async": in_background,
-        "method": "direct" if in_background else "auto",
-    }
+    options = {"upload": bucket.as_uri(), **({"async": True, "method": "direct"} if in_background else {})}
     case = {"steps": 6, "nvme_checkpoint": options, "arguments": {"logging_steps": 1}}
     whole, log = runs.run(tmp_path, "whole", 2, **case, ends_as_usual=True)
     for step in (3, 6):
