@@ -2,7 +2,7 @@
 
 Each node knows of its own links what has been brought.  At the start of a save the nodes tell each other; the newest
 checkpoint of a folder that all links have brought stays until a newer one is known to be everywhere, whatever
-``keep_last`` says.  Before the first one is, that is the newest that former runs left everywhere.
+``keep_last`` says.  Before the first one is, that is the one that former runs left on most nodes.
 """
 
 from __future__ import annotations
@@ -65,21 +65,25 @@ def former(folder: Path, options: Options, *, loose: bool) -> list[Former]:
     ]
 
 
-def newest_everywhere(seen: Sequence[Sequence[Former]], options: Options, nodes: int) -> Former | None:
-    """The newest that lies on as many nodes as ``options`` want; ``seen``: by publisher, the main node's first."""
+def safest(seen: Sequence[Sequence[Former]], options: Options, nodes: int) -> Former | None:
+    """The newest of those that lie on as many nodes as ``options`` want, else of those that come closest to that.
+
+    ``seen``: by publisher, the main node's first.  None where there is no whole one.
+    """
     every = {one.key: one for node in seen for one in node}
     copies = Counter((one.key, rank) for node in seen for one in node for rank in one.held.ranks)
     on_main = {(one.key, rank) for one in seen[0] for rank in one.held.ranks} if seen else set()
     wanted = 1 + min(options.replicas, nodes - 1)
-    whole = [
-        one
-        for key, one in every.items()
-        if all(
-            copies[key, rank] >= wanted and (options.gather is None or (key, rank) in on_main)
-            for rank in range(one.held.world_size)
-        )
-    ]
-    return max(whole, key=lambda one: one.held.step, default=None)
+
+    def safety(one: Former) -> tuple[bool, int, int]:
+        ranks = range(one.held.world_size)
+        everywhere = min(wanted, *(copies[one.key, rank] for rank in ranks))
+        main = all((one.key, rank) in on_main for rank in ranks)
+        enough = everywhere == wanted and (main or options.gather is None)
+        return enough, everywhere + main, one.held.step
+
+    whole = [one for one in every.values() if all(copies[one.key, r] for r in range(one.held.world_size))]
+    return max(whole, key=safety, default=None)
 
 
 class Kept:

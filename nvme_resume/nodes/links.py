@@ -119,7 +119,7 @@ class Links:
 
         seen = self._peers.run(look, "look at earlier checkpoints")
         publishers = [ranks[0] for ranks in place.all_places]
-        found = kept.newest_everywhere([seen[rank] for rank in publishers], self._options, len(publishers))
+        found = kept.safest([seen[rank] for rank in publishers], self._options, len(publishers))
         if found is not None and self._links:
             self._kept.keep_former(where, where / found.inside / found.held.tag)
 

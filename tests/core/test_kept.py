@@ -105,15 +105,21 @@ def seen(*of_nodes: dict[int, list[int]]) -> list[list[Former]]:
     ]
 
 
-def test_the_newest_former_one_that_is_where_the_options_want_it() -> None:
+def test_the_former_one_that_is_safest() -> None:
     both = [0, 1]
     nodes = seen({1: both, 2: both, 3: [0]}, {1: both, 2: [1], 3: both})
     replicas, gather = Options(replicas=1), Options(gather="main")
     for options, step in ((replicas, 1), (gather, 2), (Options(gather="main", replicas=5), 1)):
-        found = kept.newest_everywhere(nodes, options, 2)
+        found = kept.safest(nodes, options, 2)
         assert found is not None and found.held.step == step
-    assert kept.newest_everywhere(seen({}, {}), replicas, 2) is None
-    assert kept.newest_everywhere(seen({1: [0]}, {1: [1]}), replicas, 2) is None
+    assert kept.safest(seen({1: [0]}, {1: [0]}), replicas, 2) is None
+    # What earlier runs, with other options, did not copy that often.
+    gathered_once = seen({1: both, 2: [0], 3: [0]}, {1: [1], 2: [1]})
+    for options in (replicas, gather, Options(gather="main", replicas=1)):
+        found = kept.safest(gathered_once, options, 2)
+        assert found is not None and found.held.step == 1
+    found = kept.safest(seen({1: [0], 2: [0]}, {1: [1], 2: [1]}), replicas, 2)
+    assert found is not None and found.held.step == 2
 
 
 def test_a_folder_is_in_use_however_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
