@@ -89,7 +89,8 @@ class Saver:
         self._sealing = True  # does the present save get hashes?  The same on all ranks
         self._bring = self._upload = False  # does the present save go to other nodes, to a URL?
         self._unspread: Saved | None = None  # saved inside a larger checkpoint that had no name yet
-        self._put_off: list[Callable[[], None]] = []  # what begins what was not begun for the last save
+        self._put_off: list[Callable[[], None]] = []  # what begins what was not begun for the last commit
+        self._put_off_next: list[Callable[[], None]] = []  # the same for the save that is under way
         self._commit_seconds: list[float] = []  # of the last save, when the background has committed it
 
     # ---- the public two ----
@@ -192,7 +193,7 @@ class Saver:
         place, loose = self._place, below is not None
         bring = partial(self._links.bring, saved, place, loose=loose)
         upload = partial(self._uploads.begin, saved, place, latest=latest, below=below)
-        self._put_off = []
+        put_off: list[Callable[[], None]] = []
         for wanted, now, begin in (
             (self._links.wanted, self._bring, bring),
             (self._uploads.wanted, self._upload, upload),
@@ -200,7 +201,11 @@ class Saver:
             if wanted and now and committed:
                 begin()
             elif wanted and not now:
-                self._put_off.append(begin)
+                put_off.append(begin)
+        if committed:
+            self._put_off = put_off
+        else:
+            self._put_off_next = put_off
 
     def wait(self) -> None:
         """Until the save under way is committed.  Collective; raises what went wrong on any rank, on every rank."""
@@ -210,12 +215,14 @@ class Saver:
             # First every rank's own part: while one has failed, the publisher would wait for it in vain.
             self._peers.run(lambda: self._wait_for(self._drain), "copy of the checkpoint")
             self._peers.run(lambda: self._wait_for(self._commit), "commit")
+            self._put_off = self._put_off_next
         except NvmeResumeError:
             if self._pending is not None:
                 self._pending()
             raise
         finally:
             self._drain = self._commit = self._pending = None
+            self._put_off_next = []
             self._in_background = False
             self.tell_monitors()
 

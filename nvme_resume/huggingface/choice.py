@@ -40,8 +40,8 @@ def newest_of_all(output_dir: Path, peers: Peers) -> Path | None:
     lost: dict[str, str] = {}  # what the nodes cannot make whole together, and why
     for name in reversed(rotation.by_step({n for of_rank in found for n in of_rank})):
         sound = [of_rank.get(name, "absent") is None for of_rank in found]
-        if any(sound) and not all(sound):
-            # Nodes with disks of their own: what one lacks another may have.
+        if not all(sound):
+            # Nodes with disks of their own: what one lacks another may have, and the other way round.
             try:
                 beside = missing.get(name, [])
                 supply(output_dir / name, None, peers, Places(peers), Options(), loose=True, beside=beside)

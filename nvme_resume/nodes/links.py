@@ -373,7 +373,14 @@ def _settled(work: Callable[[], None], errand: Errand, way: str, problems: list[
 
 def _give_up_old(link: _Link, number: int) -> None:
     """What could not be brought is tried again with the next saves, but not all of it for ever."""
-    link.owed.difference_update(sorted(n for n in tuple(link.owed) if n <= number)[:-_FORMER])
+    for old in sorted(n for n in tuple(link.owed) if n <= number)[:-_FORMER]:
+        link.owed.discard(old)
+        if link.sends:
+            log.warning(
+                "%s does not go to %s any more: it failed, and newer ones go first",
+                link.errands[old].folder,
+                link.there,
+            )
     for old in sorted(link.errands)[:-_REMEMBERED]:
         if old not in link.owed:
             del link.errands[old]

@@ -156,9 +156,13 @@ class _Supply:
             for head in (
                 manifest.decode(Manifest, text.encode(), _LOOK) for texts in given for text in texts
             ):
-                if (head.tag, head.checkpoint_id) in damaged:
+                if (head.tag, head.checkpoint_id) not in damaged:
+                    continue
+                try:
                     with self._lock(), Intake(folder, head, "the other nodes"):
                         log.info("%s has its manifest again", folder / head.tag)
+                except (NvmeResumeError, OSError) as error:  # then it is none here, and another one may do
+                    log.warning("the manifest of %s cannot be given back: %s", folder / head.tag, error)
 
         peers.run(take, "return of a manifest")
 

@@ -9,6 +9,7 @@ file that is there in part, everything before the first bad chunk stays.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -108,8 +109,10 @@ class Intake:
         Every node has the same manifest, so a damaged or missing one is written anew, where other records tell that
         it is this checkpoint.  Whatever else lies under the tag is somebody's, and stays.
         """
-        if self._new and not self._target.is_dir():
+        if self._new and not os.path.lexists(self._target):
             return None
+        if self._new and not self._target.is_dir():
+            raise self._another("something that is no folder")
         with contextlib.ExitStack() as undo:
             held = undo.enter_context(HeldFolder(self._target))
             try:
@@ -117,7 +120,7 @@ class Intake:
             except CorruptError as error:
                 if not self._new:
                     raise
-                if not any(not path.is_dir() for path in held.path.rglob("*")):
+                if all(path.is_dir() and not path.is_symlink() for path in held.path.rglob("*")):
                     return None
                 if records.left_of(held.path) != self._head.checkpoint_id:
                     raise self._another(f"no record of it; {error.message}") from error

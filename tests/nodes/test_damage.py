@@ -148,6 +148,17 @@ def test_the_only_copy_is_damaged(nodes: Path, base: tuple[Path, harness.Run]) -
         assert "files of ranks [1]" in failure["text"] and a_file(nodes, 0, 1).name in failure["text"]
 
 
+def test_a_manifest_that_cannot_be_given_back(nodes: Path, base: tuple[Path, harness.Run]) -> None:
+    """Something is in its way: then that checkpoint is none on the node, and the step before is loaded."""
+    record(nodes, 1).unlink()
+    record(nodes, 1).mkdir()
+    (record(nodes, 1) / "something").write_text("")
+    case = {**cases.CASE, **cases.nodes(nodes), "nvme_checkpoint": OPTIONS}
+    found = harness.run(nodes, "resumed", 2, **case, seed=2, load="ck")
+    assert [r["losses"] for r in found.ranks] == [r["losses"][1:] for r in base[1].ranks]
+    assert "cannot be given back" in (nodes / "log-resumed.1.txt").read_text()
+
+
 @matrix
 def test_one_of_two_copies_is_damaged(tmp_path: Path) -> None:
     whole = cases.saved(tmp_path, 3, {**OPTIONS, "replicas": 2})
@@ -243,6 +254,16 @@ def test_gather_by_hand_refuses_what_cannot_be_meant(nodes: Path) -> None:
         "gather", one, two, "--to", nodes / "all", "--tag", f"../{two.name}/{cases.TAG}"
     )
     assert code == 2 and "not a usable tag" in said
+    taken = nodes / "taken" / cases.TAG
+    taken.parent.mkdir()
+    taken.write_text("mine")
+    code, _, said = nvme_resume("gather", one, two, "--to", taken.parent)
+    assert code == 10 and "another checkpoint" in said and taken.read_text() == "mine", said
+    taken.unlink()
+    taken.mkdir()
+    (taken / "link").symlink_to(one)
+    code, _, said = nvme_resume("gather", one, two, "--to", taken.parent)
+    assert code == 10 and "another checkpoint" in said and (taken / "link").is_symlink(), said
     (nodes / "file").write_text("")
     code, _, said = nvme_resume("gather", one, two, "--to", nodes / "file")
     assert code == 2 and "--to is no folder" in said

@@ -15,12 +15,12 @@ from torch.distributed import distributed_c10d
 
 from nvme_resume.config import Options
 from nvme_resume.errors import NoCheckpointError, NvmeResumeError, PeerError, ReplacedError
-from nvme_resume.nodes import session
+from nvme_resume.nodes import links, session
 from nvme_resume.nodes.channel import Channel, Meeting, Node
 from nvme_resume.nodes.messages import Ask, Hello, Message, Offer, Sent, Told, Turn
 from nvme_resume.nodes.session import Errand
 from nvme_resume.storage import audit, catalog, records
-from nvme_resume.storage.background import Gate
+from nvme_resume.storage.background import Background, Gate
 from nvme_resume.storage.intake import Intake
 from nvme_resume.storage.limit import Limit
 from tests.storage import test_remote
@@ -169,6 +169,18 @@ def test_bytes_that_are_no_message(ends: Ends, text: bytes) -> None:
 
     _, found = both(send, lambda: ends[1].receive(Turn))
     assert isinstance(found, PeerError) and "not understood" in str(found)
+
+
+def test_what_is_given_up_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """What has failed is tried again with the next ones, the last two; the others are named."""
+    link = links._Link((0, 1), True, Node(1, "two"), (0,), None, Background())
+    for number in range(1, 5):
+        link.errands[number] = errand(Path(f"ck/t{number}"), "id")
+        link.owed.add(number)
+        links._give_up_old(link, number)
+    assert link.owed == {3, 4}
+    said = [r.getMessage() for r in caplog.records]
+    assert [s.split(" ")[0] for s in said] == ["ck/t1", "ck/t2"] and "rank 1 on two" in said[0]
 
 
 def test_errors_keep_their_kind_and_facts_over_the_wire() -> None:

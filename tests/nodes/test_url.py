@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,8 +54,11 @@ def test_waiting_uploads_what_was_put_off(tmp_path: Path, in_background: bool) -
     """Uploads cannot keep up with the saves, which is said; the last one goes when it is waited for."""
     url = (tmp_path / "bucket").as_uri()
     options = {"upload": url, "async": in_background, "method": "direct", "network_limit_mib": 4.0}
+    saves: list[dict[str, Any]]
     saves = [{"at": at, "dir": str(tmp_path / "ck"), "skip_digest": True} for at in range(1, 7)]
-    case = {"layers": 1, "until": 6, "skip_final_digest": True}
+    if in_background:  # one that is never committed does not take its place
+        saves += [{**saves[0], "at": 7, "wait": True, "fault": [0, "pwrite", 1, errno.ENOSPC]}]
+    case = {"layers": 1, "until": 7, "skip_final_digest": True}
     harness.run(tmp_path, "whole", 1, **case, saves=saves, nvme_checkpoint=options)
     assert "is not uploaded" in (tmp_path / "log-whole.0.txt").read_text()
     assert (tmp_path / "bucket" / "latest").read_text() == "global_step6"
