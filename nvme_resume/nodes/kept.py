@@ -7,6 +7,7 @@ checkpoint of a folder that all links have brought stays until a newer one is kn
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -14,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from nvme_resume import layout
 from nvme_resume.config import Options
-from nvme_resume.nodes import inventory
+from nvme_resume.errors import NvmeResumeError
 from nvme_resume.nodes.channel import Pair
 from nvme_resume.nodes.inventory import Held
-from nvme_resume.storage import catalog
+from nvme_resume.storage import catalog, records
+from nvme_resume.storage import disk as seam
 from nvme_resume.storage.catalog import Saved
 
 _MOST = 4  # checkpoints of this run, in one folder, that may turn out to be everywhere
@@ -51,18 +54,32 @@ def where(save_dir: Path, *, loose: bool) -> Path:
     return save_dir.parent if loose else save_dir
 
 
-def former(folder: Path, options: Options, *, loose: bool) -> list[Former]:
-    """The last checkpoints that lie in ``folder``, a result of ``where``."""
-    if not folder.is_dir():
-        return []
-    inside = sorted((p for p in folder.iterdir() if p.is_dir()), key=lambda p: p.stat().st_mtime_ns)
-    places = {p.name: p for p in inside[-_MOST_LOOKED_AT:]} if loose else {"": folder}
-    return [
-        Former(name, held)
-        for name, place in places.items()
-        for held in inventory.take(place, catalog.tags(place)[-_MOST_LOOKED_AT:], None, range, options)
-        if held.world_size
-    ]
+def former(folder: Path, *, loose: bool) -> list[Former]:
+    """The last checkpoints that lie in ``folder``, a result of ``where``.
+
+    A rank's record comes last, so where it is the part is taken to be: with many ranks, reading them all takes long.
+    """
+    places = {"": folder}
+    if loose:
+        inside_it = sorted((p for p in folder.iterdir() if p.is_dir()), key=_age)
+        places = {p.name: p for p in inside_it[-_MOST_LOOKED_AT:]}
+    found = []
+    for inside, place in places.items():
+        for tag in catalog.tags(place)[-_MOST_LOOKED_AT:]:
+            with contextlib.suppress(NvmeResumeError, OSError):  # one that is damaged keeps nothing
+                head = records.read_manifest(place / tag)
+                there = set(seam.current().names(place / tag / layout.RECORDS))
+                ranks = [r for r in range(head.world_size) if Path(layout.rank_record(r)).name in there]
+                held = Held(tag, head.checkpoint_id, head.global_steps, head.world_size, [], ranks, [])
+                found.append(Former(inside, held))
+    return found
+
+
+def _age(path: Path) -> int:
+    """To sort by; 0 where it was removed meanwhile."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime_ns
+    return 0
 
 
 def safest(seen: Sequence[Sequence[Former]], options: Options, nodes: int) -> Former | None:

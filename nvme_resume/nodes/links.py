@@ -115,7 +115,7 @@ class Links:
         self._looked_at.add(where)
 
         def look() -> list[Former]:
-            return kept.former(where, self._options, loose=loose) if self._links else []
+            return kept.former(where, loose=loose) if self._links else []
 
         seen = self._peers.run(look, "look at earlier checkpoints")
         publishers = [ranks[0] for ranks in place.all_places]
