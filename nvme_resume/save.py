@@ -117,7 +117,7 @@ class Saver:
         self._bring = self._links.admit(any_behind=any(p.copies_behind for p in proposals))
         self._sealing = not any(p.hashes_behind for p in proposals)
         self._upload = self._uploads.admit(
-            behind=not self._sealing or any(p.uploads_behind for p in proposals)
+            any_behind=not self._sealing or any(p.uploads_behind for p in proposals)
         )
         staging = layout.staging(tag, checkpoint_id)
         if self._reports():

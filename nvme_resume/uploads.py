@@ -70,11 +70,11 @@ class Uploads:
         """Do too many uploads of this rank wait?"""
         return behind(self._tasks)
 
-    def admit(self, *, behind: bool) -> bool:
-        """Is what is saved next to be uploaded?  The same everywhere; ``behind``: some rank's uploads or hashes are."""
+    def admit(self, *, any_behind: bool) -> bool:
+        """Is what is saved next to be uploaded?  The same everywhere; ``any_behind``: some rank's uploads or hashes."""
         if self._url is None:
             return False
-        if not behind:
+        if not any_behind:
             return True
         if self._peers.rank == 0:
             log.warning(

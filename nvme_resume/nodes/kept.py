@@ -128,8 +128,8 @@ class Kept:
             for old in candidates[:-_MOST]:
                 self._copies.pop(old).give_back()
 
-    def settle(self, number: int, link: Pair) -> None:
-        """That link has brought it.  From any thread."""
+    def settle(self, number: int | None, link: Pair) -> None:
+        """That link has brought it; None: one of a former run.  From any thread."""
         with self._mutex:
             if number in self._copies:
                 self._copies[number].left.discard(link)

@@ -276,8 +276,7 @@ class Links:
     ) -> bool:
         def serve() -> None:
             session.serve(channel, errand, self._limit, link.work.gate, self._options)
-            if number is not None:
-                self._kept.settle(number, link.pair)
+            self._kept.settle(number, link.pair)
 
         return _settled(serve, errand, f"for {link.there}", problems)
 
@@ -315,8 +314,7 @@ class Links:
     def _fetch(self, link: _Link, channel: Channel, errand: Errand, number: int | None) -> None:
         start = time.monotonic()
         brought = session.fetch(channel, errand, self._options, link.work.gate, _no_progress)
-        if number is not None:
-            self._kept.settle(number, link.pair)
+        self._kept.settle(number, link.pair)
         self._say(errand, brought, link.there, time.monotonic() - start)
 
     def _say(self, errand: Errand, brought: session.Brought, there: Node, seconds: float) -> None:

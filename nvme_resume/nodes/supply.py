@@ -96,14 +96,14 @@ def supply(
         except (CorruptError, NoCheckpointError) as error:
             if isinstance(error, CorruptError) and read != chosen.tag:
                 read = chosen.tag  # who has a good one?
-                continue
-            if tag is not None:
+            elif tag is not None:
                 raise
-            if peers.rank == 0:
-                log.warning("%s is skipped: %s", folder / chosen.tag, error)
-            skipped[chosen.key] = error
-            continue
-        return True
+            else:
+                if peers.rank == 0:
+                    log.warning("%s is skipped: %s", folder / chosen.tag, error)
+                skipped[chosen.key] = error
+        else:
+            return True
 
 
 def _glance(folder: Path, tag: str | None, share: catalog.Share) -> tuple[str, str, bool] | None:
